@@ -162,10 +162,10 @@ def _execute(
         machine.run()
         fault = _recorded(run) or _wrong(run)
         if fault is not None and fault.mismatch is not None:
-            fault = replace(fault, accesses=machine.last_write(fault.mismatch.address))
+            fault = replace(fault, accesses=machine.line.last_write(fault.mismatch.address))
     except SimulationFault as error:
         cause = error  # with the way to the kernel's line
-        machine.land()  # what a kernel wrote down may be on its way
+        machine.line.land()  # what a kernel wrote down may be on its way
         fault = _recorded(run) or error.fault
     if fault is None:
         return machine

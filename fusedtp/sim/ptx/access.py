@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .alu import TYPES, Emitter, handles, size_of, typed
+from .clocks import ALIAS, ASYNC
 from .numerics import halves
 from .parse import Address, Imm, Instruction, Operand, Reg, Symbol
 
@@ -89,8 +90,7 @@ def _load(e: Emitter, i: Instruction) -> list[str] | None:
     else:
         order = order_of(i)
         how = f"{order!r}, {scope_of(i)!r}, {e.const(i.site)}"
-        name = "load_generic" if e.windows else "load"
-        read = f"S.{name}({e.address(at, False)}, {nb}, {len(targets)}, {e.mask}, {how})"
+        read = f"S.load({e.address(at, False)}, {nb}, {len(targets)}, {e.mask}, {how})"
     return [f"v = {read}", *(line for n, x in enumerate(targets) for line in into(e, x, t, f"v[:, {n}]"))]
 
 
@@ -120,8 +120,7 @@ def _store(e: Emitter, i: Instruction) -> list[str] | None:
         return [f"S.store_local({e.address(at, True)}, [{words}], {nb}, {e.mask}, {e.const(i.site)})"]
     order = order_of(i)
     how = f"{order!r}, {scope_of(i)!r}, {e.const(i.site)}"
-    name = "store_generic" if e.windows else "store"
-    return [f"S.{name}({e.address(at, False)}, [{words}], {nb}, {e.mask}, {how})"]
+    return [f"S.store({e.address(at, False)}, [{words}], {nb}, {e.mask}, {how})"]
 
 
 ATOMICS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
@@ -179,7 +178,7 @@ def _fence(e: Emitter, i: Instruction) -> list[str] | None:
     """membar is fence.sc: PTX ISA 9.7.13.4. A proxy fence: of shared memory, of global memory, or of both."""
     if i.has("proxy"):
         if i.has("alias"):
-            return [f"S.fence_alias({e.mask})"]
+            return [f"S.fence_proxy({e.mask}, {ALIAS})"]
         if i.has("tensormap::generic"):
             if i.has("acquire"):
                 where = f"{e.address(i.args[0], False)}, {e.mask}, {scope_of(i)!r}, {e.const(i.site)}"
@@ -190,7 +189,7 @@ def _fence(e: Emitter, i: Instruction) -> list[str] | None:
         if not i.has("async"):
             return []
         shared = [] if i.has("global") else [f"S.fence_shared({e.mask})"]
-        return shared if is_shared(i) else [*shared, f"S.fence_proxy({e.mask})"]
+        return shared if is_shared(i) else [*shared, f"S.fence_proxy({e.mask}, {ASYNC})"]
     if i.has("mbarrier_init"):
         return []
     order = "sc" if i.root == "membar" or i.has("sc") else order_of(i, "acq_rel")

@@ -72,13 +72,12 @@ class Emitter:
     """Translates one kernel's instructions.
 
     every     for all lanes, else for those of the mask `m`
-    windows   whether generic addresses may be those of local memory or of constants
     unread    registers that nothing reads
     """
 
-    def __init__(self, every: bool, windows: bool = False, unread: frozenset[Operand] = frozenset()) -> None:
+    def __init__(self, every: bool, unread: frozenset[Operand] = frozenset()) -> None:
         self.constants: list[Any] = []
-        self.windows, self.unread = windows, unread
+        self.unread = unread
         self.lanes = self.mask = "True" if every else "m"  # `mask`: of the instruction
 
     def const(self, value: Any) -> str:
@@ -171,7 +170,7 @@ class Emitter:
         if isinstance(base, Symbol | Imm):
             if isinstance(base, Symbol) and base.name != "global_smem":
                 raise ValueError(f"operand {base}")
-            return f"S.everywhere({x.offset + (int(base.text, 0) if isinstance(base, Imm) else 0)})"
+            return f"np.full(S.count, {x.offset + (int(base.text, 0) if isinstance(base, Imm) else 0)}, np.int64)"
         if isinstance(base, Reg) and base.width == 64:
             at = f"I[{base.number}]"
         else:

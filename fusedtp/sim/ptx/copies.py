@@ -30,6 +30,7 @@ Program = Any
 Array = np.ndarray[Any, Any]
 FIBONACCI = 2654435769  # 2^32 over the golden ratio: products with it are spread evenly
 REDUCTIONS = ("add", "min", "max", "and", "or", "xor")
+ALL = -1  # groups that a wait leaves under way: none, and nothing either that is in no group yet
 POISON = np.uint64(0x7F7F7F7F7F7F7F7F)  # a NaN in every float of 8 to 32 bits
 
 
@@ -43,8 +44,8 @@ def _copy(e: Emitter, i: Instruction) -> list[str] | None:
     if i.has("commit_group"):
         return [f"S.copies.commit({e.mask})"]
     if i.has("wait_group", "wait_all"):
-        left = 0 if i.has("wait_all") else _count(i.args[0])
-        return [f"S.copies.wait(S, {left}, {e.mask}, {i.has('wait_all')})"]
+        left = ALL if i.has("wait_all") else _count(i.args[0])
+        return [f"S.copies.wait(S, {left}, {e.mask})"]
     if not i.has("ca", "cg") or i.has("mbarrier"):
         return None
     to, of, size, *rest = i.args
@@ -75,52 +76,48 @@ class _Copy(NamedTuple):
     site: Site
 
     def part(self, chosen: Array) -> _Copy:
-        lanes, groups, to, of, read, issued, size, site = self
-        return _Copy(lanes[chosen], groups[chosen], to[chosen], of[chosen], read[chosen], issued, size, site)
+        return _Copy._make([*(each[chosen] for each in self[:5]), *self[5:]])
 
 
-class Copies:
-    """The cp.async that lanes have issued; groups are a thread's own."""
+class _Issued:
+    """Copies that lanes have issued and not waited for; groups are a thread's own."""
 
-    def __init__(self, late: bool, threads: int) -> None:
-        self.late = late
+    def __init__(self, threads: int) -> None:
         self.groups = np.zeros(threads, np.int64)
-        self.issued: list[_Copy] = []
+        self.issued: list[Any] = []
+
+    def commit(self, mask: Any) -> None:
+        self.groups[... if mask is True else mask] += 1
+
+
+class Copies(_Issued):
+    """cp.async: `issued` holds a _Copy each."""
 
     def issue(self, lanes: Lanes, to: Array, of: Array, size: int, read: Array, mask: Any, site: Site) -> None:
         chosen = lanes.chosen(mask)
         read = np.broadcast_to(read, (lanes.count,))[chosen]
         issued = lanes.window.known.frozen()
         copy = _Copy(chosen, self.groups[chosen], to[chosen], of[chosen], read, issued, size, site)
-        if self.late:
+        if lanes.window.line.weak:
             lanes.program.write_shared(copy.to, POISON, size, site)
             self.issued.append(copy)
         else:
             self._land(lanes, copy)
 
-    def commit(self, mask: Any) -> None:
-        self.groups[... if mask is True else mask] += 1
-
-    def wait(self, lanes: Lanes, left: int, mask: Any, everything: bool = False) -> None:
-        kept, landing = [], []
+    def wait(self, lanes: Lanes, left: int, mask: Any) -> None:
+        kept: list[_Copy] = []
+        landing: list[_Copy] = []
         for copy in self.issued:
             done = copy.groups < self.groups[copy.lanes] - left
-            if everything:
-                done[:] = True
             if mask is not True:
                 done &= mask[copy.lanes]
-            if done.all():
-                landing.append(copy)
-            else:
-                kept.append(copy.part(~done))
-                if done.any():
-                    landing.append(copy.part(done))
+            for part, where in ((done, landing), (~done, kept)):
+                if part.any():
+                    where.append(copy if part.all() else copy.part(part))
         chance = (lanes.program.executed + lanes.program.salt) * FIBONACCI >> 8
-        early = kept and chance & 7 == 0
-        if early:  # what is not waited for may have landed too, and before the rest
-            kept, landing = [], landing + kept
-        self.issued = kept
-        parts = [*_together(landing)]
+        early = kept and chance & 7 == 0  # what is not waited for may have landed too, and before the rest
+        self.issued = [] if early else kept
+        parts = [*_together(landing + kept if early else landing)]
         if early:
             random.Random(chance).shuffle(parts)  # the same in the same schedule
         for copy in parts:
@@ -137,26 +134,18 @@ class Copies:
             if (copy.read[some] < copy.size).any():
                 words.view(np.uint8)[np.arange(copy.size) >= copy.read[:, None]] = 0
         lanes.program.write_shared(copy.to, words, copy.size, copy.site)
-        generic = lanes.program.generic
-        if generic is not None and FENCES_COPIES:
-            generic.write(copy.to, copy.size, lanes.first + copy.lanes)
-        elif generic is not None:  # what was written there before is gone
-            generic.write_async(copy.to, copy.size)
+        if FENCES_COPIES:
+            lanes.program.generic.write(copy.to, copy.size, lanes.first + copy.lanes)
+        else:  # what was written there before is gone
+            lanes.program.generic.write_async(copy.to, copy.size)
 
 
 def _together(copies: list[_Copy]) -> Iterator[_Copy]:
     """Copies in a row by one line, of one group, issued with the same knowledge, as one."""
-
-    def same(copy: _Copy) -> tuple[int, int, Site, int]:
-        return id(copy.issued), copy.size, copy.site, copy.groups[0]
-
-    for (_, size, site, _), group in groupby(copies, same):
+    for _, group in groupby(copies, lambda copy: (id(copy.issued), copy.size, copy.site, copy.groups[0])):
         first, *rest = group
-        if rest:
-            alike: Any = zip(*(copy[:5] for copy in (first, *rest)), strict=True)
-            lanes, groups, to, of, read = (np.concatenate(each) for each in alike)
-            first = _Copy(lanes, groups, to, of, read, first.issued, size, site)
-        yield first
+        alike = zip(*(copy[:5] for copy in (first, *rest)))
+        yield _Copy._make([*map(np.concatenate, alike), *first[5:]]) if rest else first
 
 
 # -- mbarrier ----------------------------------------------------------------------------------------------------------
@@ -176,10 +165,11 @@ class Barrier:
     clock: Clock | None = None
     over: Clock | None = None
 
-    def arrive(self, clock: Clock) -> None:
-        self.clock = clock if self.clock is None else joined(self.clock, clock)
-
-    def check(self) -> None:
+    def count_down(self, clock: Clock | None, arrivals: int, nbytes: int) -> None:
+        """clock: what arrives releases; nbytes: that copies will bring, or less than 0, have brought."""
+        if clock is not None:
+            self.clock = clock if self.clock is None else joined(self.clock, clock)
+        self.pending, self.bytes = self.pending - arrivals, self.bytes + nbytes
         if self.pending == 0 and self.bytes == 0:
             self.pending, self.phase = self.count, self.phase ^ 1
             self.over, self.clock = self.clock, None
@@ -190,16 +180,16 @@ def _mbarrier(e: Emitter, i: Instruction) -> list[str] | None:
     what = i.parts[1]
     if not is_shared(i):
         return None
-    if what in ("init", "inval"):
-        count = e.read(i.args[1], "u32") if what == "init" else "np.uint32(0)"
-        return [f"S.mbarrier_{what}({e.address(i.args[0], True)}, {count}, {e.mask}, {e.const(i.site)})"]
+    if what == "init":
+        return [f"S.mbarrier_init({e.address(i.args[0], True)}, {e.read(i.args[1], 'u32')}, {e.mask})"]
+    if what == "inval":
+        return [f"S.mbarrier_inval({e.address(i.args[0], True)}, {e.mask})"]
     if what in ("arrive", "expect_tx"):
         at = next(x for x in i.args if isinstance(x, Address))
         rest = i.args[i.args.index(at) + 1 :]
-        bytes_ = e.read(rest[0], "u32") if i.has("expect_tx") else "np.uint32(0)"
-        count = e.read(rest[0], "u32") if rest and not i.has("expect_tx") else "np.uint32(1)"
-        arrivals = count if what == "arrive" else "np.uint32(0)"
-        return [f"S.mbarrier_arrive({e.address(at, True)}, {arrivals}, {bytes_}, {e.mask}, {e.const(i.site)})"]
+        given = e.read(rest[0], "u32") if rest else "1"
+        counts = f"{int(what == 'arrive')}, {given}" if i.has("expect_tx") else f"{given}, 0"  # arrivals, bytes
+        return [f"S.mbarrier_arrive({e.address(at, True)}, {counts}, {e.mask}, {e.const(i.site)})"]
     if what in ("try_wait", "test_wait") and i.has("parity"):
         d, where, parity = i.args[:3]
         call = f"S.mbarrier_wait({e.address(where, True)}, {e.read(parity, 'u32')}, {e.mask}, {e.const(i.site)})"
@@ -217,9 +207,8 @@ def _bulk(e: Emitter, i: Instruction) -> list[str] | None:
         return [f"S.bulk.wait(S, {_count(i.args[0])}, {e.mask}, {i.has('read')})"]
     if not i.has("tensor") or i.has("im2col", "multicast::cluster", "prefetch"):
         return None
-    loads = i.parts.index("global") > min(n for n, part in enumerate(i.parts) if part.startswith("shared"))
-    tensor = i.args[1] if loads else i.args[0]
-    shared = i.args[0] if loads else i.args[1]
+    loads = not i.has("bulk_group")  # which tells of the end of stores, as an mbarrier does of that of loads
+    tensor, shared = (i.args[1], i.args[0]) if loads else i.args[:2]
     assert isinstance(tensor, Address)
     coordinates = ", ".join(e.read(x, "s32") for x in tensor.coordinates)
     given = f"{e.read(tensor.base, 'u64')}, {e.address(shared, True)}, [{coordinates}]"
@@ -232,47 +221,33 @@ def _bulk(e: Emitter, i: Instruction) -> list[str] | None:
     return [f"S.bulk.store(S, {given}, {reduces!r}, {e.mask}, {e.const(i.site)})"]
 
 
-class BulkCopies:
-    """Tensor copies that lanes have issued. Loads wait in the program, for whoever polls their mbarrier."""
-
-    def __init__(self, late: bool, threads: int) -> None:
-        self.late = late
-        self.groups = np.zeros(threads, np.int64)
-        self.stores: list[tuple[int, int, TensorStore]] = []  # lane, group
+class BulkCopies(_Issued):
+    """Tensor copies. `issued` holds stores, with their lane and group; loads wait in the program, for whoever polls
+    their mbarrier.
+    """
 
     def load(self, lanes: Lanes, tensor: Any, to: Any, at: list[Any], barrier: Any, mask: Any, site: Site) -> None:
         for lane in lanes.chosen(mask).tolist():
-            described = lanes.program.tensor_map(_of(tensor, lane), lanes.first + lane, site)
-            copy = TensorLoad(
-                described, _of(to, lane), tuple(_of(x, lane) for x in at), _of(barrier, lane), lanes.first + lane,
-                lanes.window.known.frozen(), site,
-            )  # fmt: skip
-            if self.late:
-                places = described.places(copy.to).reshape(-1)
-                lanes.program.write_shared(places, POISON, described.itemsize, site)
+            copy = TensorLoad(lanes, lane, tensor, to, at, site, barrier)
+            if lanes.window.line.weak:
+                places = copy.tensor.places(copy.shared).reshape(-1)
+                lanes.program.write_shared(places, POISON, copy.tensor.itemsize, site)
                 lanes.program.loads.append(copy)
             else:
                 copy.land(lanes.program)
 
     def store(self, lanes: Lanes, tensor: Any, of: Any, at: list[Any], reduces: str, mask: Any, site: Site) -> None:
         for lane in lanes.chosen(mask).tolist():
-            thread = lanes.first + lane
-            described = lanes.program.tensor_map(_of(tensor, lane), thread, site)
-            start, coordinates = _of(of, lane), tuple(_of(x, lane) for x in at)
-            lanes.program.read_async(described.places(start), "tensor store", site)
-            issued = lanes.window.known.frozen()
-            store = TensorStore(described, start, coordinates, thread, issued, site, reduces)
-            if not self.late:
-                store.read(lanes.program)
-            self.stores.append((lane, int(self.groups[lane]), store))
-
-    def commit(self, mask: Any) -> None:
-        self.groups[... if mask is True else mask] += 1
+            copy = TensorStore(lanes, lane, tensor, of, at, site, reduces)
+            lanes.program.read_async(copy.tensor.places(copy.shared), "tensor store", site)
+            if not lanes.window.line.weak:
+                copy.read(lanes.program)
+            self.issued.append((lane, int(self.groups[lane]), copy))
 
     def wait(self, lanes: Lanes, left: int, mask: Any, reads: bool) -> None:
         """reads: only until shared memory is read, 9.7.9.25.5.2."""
         kept = []
-        for lane, group, store in self.stores:
+        for lane, group, store in self.issued:
             over = (mask is True or mask[lane]) and group < self.groups[lane] - left
             if over:
                 store.read(lanes.program)
@@ -280,13 +255,7 @@ class BulkCopies:
                 store.land(lanes.program)
             else:
                 kept.append((lane, group, store))
-        self.stores = kept
-
-    def end(self, program: Program) -> None:
-        """The program ends: what it has not waited for lands."""
-        for _, _, store in self.stores:
-            store.land(program)
-        self.stores = []
+        self.issued = kept
 
 
 def _of(value: Any, lane: int) -> int:
@@ -294,34 +263,44 @@ def _of(value: Any, lane: int) -> int:
     return int(value[lane] if value.ndim else value)
 
 
-@dataclass
-class TensorStore:
-    """One tensor store on its way.
+class TensorCopy:
+    """One tensor copy on its way. Of a value for each lane, or one for all, it keeps that of the lane that issues it.
 
-    reduces   the operation by which it is joined with what stands there, or ""
-    words     what it has read of shared memory
+    shared   address of its box in shared memory
+    issued   what the program's threads knew then
     """
 
-    tensor: TensorMap
-    of: int
-    coordinates: tuple[int, ...]
-    thread: int
-    issued: Rows
-    site: Site
-    reduces: str
-    words: Array | None = None
+    def __init__(self, lanes: Lanes, lane: int, tensor: Any, shared: Any, at: list[Any], site: Site) -> None:
+        self.thread, self.site = lanes.first + lane, site
+        self.tensor: TensorMap = lanes.program.tensor_map(_of(tensor, lane), self.thread, site)
+        self.shared, self.coordinates = _of(shared, lane), tuple(_of(x, lane) for x in at)
+        self.issued: Rows = lanes.window.known.frozen()
 
-    def read(self, program: Program) -> None:
+    def elements(self) -> tuple[Array, Array, Array]:
+        """Of the box's elements: which lie in the tensor, the addresses of these, and their thread."""
+        where, inside = self.tensor.elements(self.coordinates)
+        return inside, where[inside], np.full(np.count_nonzero(inside), self.thread)
+
+
+class TensorStore(TensorCopy):
+    """reduces: the operation by which it is joined with what stands there, or ""; words: what it has read."""
+
+    def __init__(self, lanes: Lanes, lane: int, tensor: Any, of: Any, at: list[Any], site: Site, reduces: str) -> None:
+        super().__init__(lanes, lane, tensor, of, at, site)
+        self.reduces = reduces
+        self.words: Array | None = None
+
+    def read(self, program: Program) -> Array:
+        """Its words of shared memory, as they are when this is first asked."""
         if self.words is None:
-            places = self.tensor.places(self.of)[..., None] + np.arange(self.tensor.itemsize)
+            places = self.tensor.places(self.shared)[..., None] + np.arange(self.tensor.itemsize)
             self.words = program.shared[places].view(f"u{self.tensor.itemsize}")[..., 0]
+        return self.words
 
     def land(self, program: Program) -> None:
         """Elements outside of the tensor are not written. A reduction is relaxed, of gpu scope: 9.7.9.25.5.4."""
-        self.read(program)
-        assert self.words is not None
-        where, inside = self.tensor.elements(self.coordinates)
-        places, words, threads = where[inside], self.words[inside], np.full(int(inside.sum()), self.thread)
+        inside, places, threads = self.elements()
+        words = self.read(program)[inside]
         if self.reduces and len(places):
             dtype = np.dtype(TYPES[self.tensor.type][1])
             new, _ = updated(self.reduces, self.tensor.type, [words.view(dtype)])
@@ -331,32 +310,21 @@ class TensorStore:
             program.window.store(places, words[:, None], threads, "weak", "", self.site, self.issued, ASYNC)
 
 
-class TensorLoad(NamedTuple):
-    """One tensor load on its way."""
+class TensorLoad(TensorCopy):
+    """barrier: address of the mbarrier that it tells of its end."""
 
-    tensor: TensorMap
-    to: int
-    coordinates: tuple[int, ...]
-    barrier: int
-    thread: int
-    issued: Rows
-    site: Site
+    def __init__(self, lanes: Lanes, lane: int, tensor: Any, to: Any, at: list[Any], site: Site, barrier: Any) -> None:
+        super().__init__(lanes, lane, tensor, to, at, site)
+        self.barrier = _of(barrier, lane)
 
     def land(self, program: Program) -> None:
         """Elements outside of the tensor become 0."""
-        where, inside = self.tensor.elements(self.coordinates)
-        itemsize = self.tensor.itemsize
-        words = np.zeros(self.tensor.box, f"u{itemsize}")
-        window, threads = program.window, np.full(int(inside.sum()), self.thread)
-        if inside.any():
-            words[inside] = window.load(
-                where[inside], itemsize, 1, threads, "weak", "", self.site, self.issued, ASYNC, engine=True
-            )[:, 0]
-        places = self.tensor.places(self.to).reshape(-1)
-        program.write_shared(places, words.reshape(-1, 1), itemsize, self.site)
-        if program.generic is not None:
-            program.generic.write_async(places)
-        barrier = program.barriers[self.barrier]
-        barrier.bytes -= self.tensor.nbytes
-        barrier.arrive(window.known.copied())
-        barrier.check()
+        inside, places, threads = self.elements()
+        nb, how = self.tensor.itemsize, ("weak", "", self.site, self.issued, ASYNC)
+        words = np.zeros(self.tensor.box, f"u{nb}")
+        if len(places):
+            words[inside] = program.window.load(places, nb, 1, threads, *how, engine=True)[:, 0]
+        to = self.tensor.places(self.shared).reshape(-1)
+        program.write_shared(to, words.reshape(-1, 1), nb, self.site)
+        program.generic.write_async(to)
+        program.barriers[self.barrier].count_down(program.window.known.copied(), 0, -self.tensor.nbytes)

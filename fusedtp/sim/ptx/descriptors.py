@@ -59,7 +59,7 @@ class TensorMap:
     def places(self, start: int) -> Array:
         """Of the box's elements in shared memory, outermost first."""
         at = start + np.arange(int(np.prod(self.box))) * self.itemsize
-        return swizzled(at, {0: 0, 1: 1, 2: 3, 3: 7}[self.swizzle]).reshape(self.box)
+        return swizzled(at, (1 << self.swizzle) - 1).reshape(self.box)
 
     def elements(self, coordinates: tuple[int, ...]) -> tuple[Array, Array]:
         """Addresses of the box's elements, and whether each lies in the tensor. coordinates: innermost first."""
@@ -108,7 +108,6 @@ def _tensormap(e: Emitter, i: Instruction) -> list[str] | None:
     size = dtype.base.itemsize
     if size * ordinal >= dtype.itemsize:
         return None
-    place = first + size * ordinal
     word = e.read(value, f"b{8 * size}")
-    where = f"{e.address(at, True)} + {e.const(np.int64(place))}"
+    where = f"{e.address(at, True)} + {e.const(np.int64(first + size * ordinal))}"
     return [f"S.store_shared({where}, [{word}], {size}, {e.mask}, {e.const(i.site)})"]

@@ -30,7 +30,6 @@ class Block:
 
     pauses   others may run before it
     target   of the jump; jumps: whether `end` is one; count: instructions, the first of which stands at `site`
-    meets    where it ends at a barrier: its number and threads, or 0 for all, if they are literals
     """
 
     run: Callable[[Any], None]
@@ -40,7 +39,6 @@ class Block:
     jumps: bool
     count: int
     site: Site
-    meets: tuple[int, int] | None = None
 
 
 @dataclass
@@ -107,8 +105,7 @@ def translated(text: str, shared: int, maps: str = "()", scratch: int = 0) -> Ke
         end = body[-1] if body[-1].root in (*JUMPS, *BARRIERS) and not body[-1].has("warp") else None
         bodies.append(body[:-1] if end is not None else body)
         jumps = end is not None and end.root in JUMPS
-        meets = None if end is None or jumps else _meets(end)
-        parts.append((end, is_strong(body[0]), _target(end, labels), jumps, len(body), body[0].site, meets))
+        parts.append((end, is_strong(body[0]), _target(end, labels), jumps, len(body), body[0].site))
     functions = _functions(listing, bodies, every=True)
     blocks = tuple(Block(run, *part) for run, part in zip(functions, parts, strict=True))
     return Kernel(listing, listing.shared, blocks, bodies, ast.literal_eval(maps), scratch)
@@ -116,7 +113,7 @@ def translated(text: str, shared: int, maps: str = "()", scratch: int = 0) -> Ke
 
 def _functions(listing: Listing, bodies: list[list[Instruction]], every: bool) -> list[Any]:
     """One of each block: of the lanes, all of them, or of the lanes and a mask."""
-    emitter = Emitter(every, bool(listing.local or listing.constants), _unread(listing))
+    emitter = Emitter(every, _unread(listing))
     source = []
     for number, body in enumerate(bodies):
         lines = _lines(emitter, body)
@@ -170,15 +167,6 @@ def _lines(emitter: Emitter, body: list[Instruction]) -> list[str]:
             lines += emitter.guarded(run[0])
         at += len(run)
     return lines
-
-
-def _meets(end: Instruction) -> tuple[int, int] | None:
-    """A barrier that all lanes that get there wait at, if its operands are literals."""
-    numbers = [int(x.text, 0) for x in end.args if isinstance(x, Imm)]
-    if end.guard is not None or end.has("red", "arrive") or len(numbers) < len(end.args):
-        return None
-    number, threads, *_ = (*numbers, 0, 0)
-    return number, threads
 
 
 def _target(end: Instruction | None, labels: dict[str, int]) -> int:

@@ -54,22 +54,21 @@ class Compiler:
             )
         chosen = target_named(self.target)
         gpu = GPUTarget(chosen.backend, chosen.arch, chosen.wave)
-        kernel: Any = launch.kernel
         if launch.options.get("num_ctas", 1) > 1:
             raise UnsupportedPtx(f"{launch.name} has clusters of programs: num_ctas={launch.options['num_ctas']}")
         if launch.options.get("launch_pdl"):
             raise UnsupportedPtx(f"{launch.name} may start before the launch before it has ended: launch_pdl")
         try:
             with environment():
-                source, options = specialised(kernel, launch.args, {**launch.options, **CHECKED}, gpu)
+                source, options = specialised(launch.kernel, launch.args, {**launch.options, **CHECKED}, gpu)
             chosen_by = (source.signature, source.constants, source.attrs, sorted(launch.options.items()))
             replaced = tuple((id(theirs), id(ours)) for theirs, ours in launch.replace.items())
-            key = kernel.fn, *map(repr, chosen_by), replaced
+            key = launch.kernel.fn, *map(repr, chosen_by), replaced
             if key not in self._made:
                 self._made[key] = self._compile(source, options, gpu, launch.replace)
+        except (UnsupportedKernel, MemoryError):
+            raise
         except Exception as error:
-            if isinstance(error, UnsupportedKernel | MemoryError):
-                raise
             raise UnsupportedKernel(f"{launch.name} does not compile for {self.target}: {_said(error)}") from error
         made = translated(*self._made[key])
         if made.shared > chosen.shared_limit:
@@ -82,14 +81,12 @@ class Compiler:
             memory[SCRATCH] = _aligned(made.scratch * int(np.prod(launch.shape)))
             given.append(memory[SCRATCH].data_ptr())
         names = made.listing.parameters
-        # scratch that it does not ask for, and that of Triton's profiler
-        given += [0] * (len(names) - len(given))
-        parameters = {
-            p.name: x if isinstance(x, TensorMap) else x & ((1 << 8 * p.size) - 1)
-            for x, p in zip(given, names, strict=True)
-        }
-        registers = enumerate(getattr(launch, "environment", ()))
-        return made, {**parameters, **{f"%envreg{n}": value for n, value in registers}, **memory}
+        given += [0] * (len(names) - len(given))  # scratch that it does not ask for, and that of Triton's profiler
+        parameters: dict[str, Any] = {}
+        for x, p in zip(given, names, strict=True):
+            parameters[p.name] = x if isinstance(x, TensorMap) else x & ((1 << 8 * p.size) - 1)
+        parameters |= {f"%envreg{n}": value for n, value in enumerate(getattr(launch, "environment", ()))}
+        return made, parameters | memory
 
     def _compile(self, source: Any, options: Any, gpu: Any, replace: Mapping[Any, Any]) -> tuple[str, int, str, int]:
         """PTX, bytes of shared memory, what the compiler says of TMA descriptors, and bytes of scratch memory."""
@@ -128,15 +125,11 @@ def _flat(t: Any, value: Any, maps: Iterator[dict[str, Any]]) -> Iterator[int | 
         said = next(maps, None)
         sizes = [int(n) for n in (*value.shape, *value.strides)]
         if said is None:  # without TMA: triton.backends.driver.decompose_descriptor
-            yield value.base.data_ptr()
-            yield from sizes
-            yield int(value.padding == "nan")
+            yield from (value.base.data_ptr(), *sizes, int(value.padding == "nan"))
             yield from (int(value.round_f32_to_tf32) for _ in range(hasattr(value, "round_f32_to_tf32")))
         else:
             yield _tensor_map(value, said)
         yield from sizes
-    elif isinstance(value, Tensor):
-        yield value.data_ptr()
     elif t in ("fp32", "f32", "fp64", "fp16"):
         form, bits = {"fp64": ("d", "Q"), "fp16": ("e", "H")}.get(t, ("f", "I"))
         yield int(struct.unpack(bits, struct.pack(form, float(value)))[0])
@@ -149,8 +142,7 @@ OF_DTYPE |= {torch.int32: "s32", torch.int64: "s64"}
 
 
 def _tensor_map(descriptor: Any, said: dict[str, Any]) -> TensorMap:
-    shape, strides = (tuple(int(n) for n in each) for each in (descriptor.shape, descriptor.strides))
-    box = tuple(int(n) for n in said["block_size"])
+    shape, strides, box = (tuple(map(int, each)) for each in (descriptor.shape, descriptor.strides, said["block_size"]))
     if said.get("fp4_padded") or said.get("is_im2col") or getattr(descriptor, "padding", "zero") == "nan":
         raise UnsupportedPtx("a tensor descriptor of fp4, of im2col, or padded with NaN")
     base: Tensor = descriptor.base

@@ -38,10 +38,9 @@ HOST = Site("host", 0, "host", 0)
 class Actor:
     """A program, or a copy, signal or wait of a stream."""
 
-    def __init__(self, stream: Stream, slot: int, order: int, window: Window, does: Program | HostWork) -> None:
-        self.stream, self.slot, self.order, self.window, self.does = stream, slot, order, window, does
+    def __init__(self, stream: Stream, slot: int, order: int, does: Program | HostWork) -> None:
+        self.stream, self.slot, self.order, self.does, self.window = stream, slot, order, does, does.window
         self.rank = stream.rank
-        self.resident = isinstance(does, Program)
         self.asleep_since = -1  # line.changes when it fell asleep
         self.patience = PATIENCE
 
@@ -49,16 +48,12 @@ class Actor:
 class Stream:
     def __init__(self, rank: int, work: list[Work], first_slot: int) -> None:
         self.rank, self.work, self.first_slot = rank, deque(work), first_slot
-        self.width = max((_programs(each) for each in work), default=1)
+        self.width = max(map(_programs, work))
         self.todo: deque[tuple[Work, int]] = deque()
         self.alive = 0
         self.slots: dict[int, Slot] = {}  # of programs by number: those of one launch after those of another
         self.before: Clock | None = None  # what happened before the work that runs now
         self.after: Clock | None = None  # and before the next: the work that has ended too
-
-    def end(self, clock: Clock) -> None:
-        """A program or other work has ended."""
-        self.after = clock if self.after is None else joined(self.after, clock)
 
 
 def _programs(work: Work) -> int:
@@ -71,33 +66,28 @@ class HostWork:
     def __init__(self, work: Copy | Signal | Await, window: Window) -> None:
         self.work, self.window, self.ended = work, window, False
         self.site = HOST
-        self.pieces: list[tuple[int, int, int]] = []
-        if isinstance(work, Copy):
-            nbytes = work.src.numel() * work.src.element_size()
-            size = -(-max(work.src.numel(), 1) // work.pieces) * work.src.element_size()
-            self.pieces = [(at, min(at + size, nbytes), 0) for at in range(0, nbytes, size)]
+        self.copied = 0  # bytes
 
     def turn(self) -> None:
         """cuStreamWriteValue releases and cuStreamWaitValue acquires at system scope."""
         work, window, thread = self.work, self.window, np.zeros(1, np.int64)
         if isinstance(work, Copy):
-            if self.pieces:
-                begin, end, _ = self.pieces.pop(0)
-                nb = min(work.src.element_size(), 8)
-                at = np.arange(begin, end, nb)
+            count, size = work.src.numel(), work.src.element_size()
+            end, nb = min(self.copied + -(-count // work.pieces) * size, count * size), min(size, 8)
+            if end > self.copied:
+                at = np.arange(self.copied, end, nb)
                 threads = np.zeros(len(at), np.int64)
                 moved = window.load(work.src.data_ptr() + at, nb, 1, threads, "weak", "", HOST)
                 window.store(work.dst.data_ptr() + at, moved, threads, "weak", "", HOST)
-            self.ended = not self.pieces
+            self.copied, self.ended = end, end == count * size
             return
         nb, flag = work.flag.element_size(), np.array([work.flag.data_ptr()])
         if isinstance(work, Signal):
             value = np.array([[work.value]], f"i{nb}").view(UNSIGNED[nb])
             window.store(flag, value, thread, "release", "sys", HOST)
             self.ended = True
-            return
-        seen = int(window.load(flag, nb, 1, thread, "acquire", "sys", HOST)[0, 0])
-        self.ended = work.over(seen)
+        else:
+            self.ended = work.over(int(window.load(flag, nb, 1, thread, "acquire", "sys", HOST)[0, 0]))
 
 
 @contextmanager
@@ -124,18 +114,10 @@ class Machine:
     """
 
     def __init__(
-        self,
-        run: Run,
-        strategy: Callable[[random.Random, int], Strategy],
-        compiler: Compiler,
-        *,
-        seed: int = 0,
-        resident: int | str | None = None,
-        weak: bool = True,
-        fine: bool = False,
-        trace: bool = False,
+        self, run: Run, strategy: Callable[[random.Random, int], Strategy], compiler: Compiler, *, seed: int = 0,
+        resident: int | str | None = None, weak: bool = True, fine: bool = False, trace: bool = False,
         waived: dict[str, int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rng = random.Random(seed)
         given = [[copy(each) for each in work] for work in run.work]  # one that is given twice is two
         launches = [(rank, each) for rank, work in enumerate(given) for each in work if isinstance(each, Launch)]
@@ -147,7 +129,7 @@ class Machine:
         by_tma = any(kernel.by_tma for kernel, _ in self.compiled.values())
         self.line = Line(memory_map(run, held), self.rng, weak, trace, waived, by_tma)
         self.strategy = strategy(self.rng, len(run.work))
-        self.resident, self.lockstep, self.late = resident, not fine, weak
+        self.resident, self.lockstep = resident, not fine
         self.limits = [self._drawn_limit() for _ in run.work]
         self.streams: list[Stream] = []
         slots = 0
@@ -157,7 +139,7 @@ class Machine:
                 slots += self.streams[-1].width
         self.live: list[Actor] = []
         self.last: Actor | None = None
-        self.started = self.switches = self.executed = 0
+        self.started = self.switches = 0
 
     @property
     def moments(self) -> tuple[Moment, ...]:
@@ -170,9 +152,7 @@ class Machine:
             for _ in range(MOST_TURNS):
                 self._start()
                 if not self.live:
-                    if not any(stream.todo or stream.work for stream in self.streams):
-                        break
-                    continue
+                    break
                 awake = [actor for actor in self.live if self._awake(actor)]
                 if awake:
                     self._go_on(awake)
@@ -180,35 +160,27 @@ class Machine:
                     raise SimulationFault(self._deadlock())
             else:
                 assert self.last is not None
-                where, site, step = self.last.window.where, self.last.does.site, len(self.line.events)
-                access = Access(*where, site, "loops", "", (), (), step)
-                raise SimulationFault(
-                    Fault("no progress", f"no progress at {site} after {MOST_TURNS} turns", (access,))
-                )
-        self.land()
-        return self.switches
-
-    def land(self) -> None:
-        """Tensors get what was written, also after a fault: a kernel may have written down its failure."""
+                site = self.last.does.site
+                access = Access(*self.last.window.where, site, "loops", "", (), (), len(self.line.events))
+                said = f"no progress at {site} after {MOST_TURNS} turns"
+                raise SimulationFault(Fault("no progress", said, (access,)))
         self.line.land()
-
-    def last_write(self, address: int) -> tuple[Access, ...]:
-        """Who wrote this byte last: one access, or none."""
-        return self.line.last_write(address)
+        return self.switches
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
     def _awake(self, actor: Actor) -> bool:
         """Whether it gets turns; a sleeper that has reason to wakes up."""
-        if actor.asleep_since < 0:
-            return True
-        changes = self.line.changes - actor.asleep_since
-        if actor.window.woken or changes >= (RESTLESS if actor.window.watched else 1):
-            actor.asleep_since, actor.patience = -1, PATIENCE
-            actor.window.wake()
-            self._note("wake", "wakes", actor)
-            return True
-        return False
+        if actor.asleep_since >= 0:
+            changes = self.line.changes - actor.asleep_since
+            if actor.window.woken or changes >= (RESTLESS if actor.window.watched else 1):
+                self._wake(actor, PATIENCE)
+        return actor.asleep_since < 0
+
+    def _wake(self, actor: Actor, patience: int) -> None:
+        actor.asleep_since, actor.patience = -1, patience
+        actor.window.wake()
+        self._note("wake", actor)
 
     def _go_on(self, awake: list[Actor]) -> None:
         chosen = awake[0] if len(awake) == 1 else awake[self.strategy.pick(awake, self.last)]
@@ -220,23 +192,21 @@ class Machine:
         elif chosen.window.waits >= chosen.patience:
             chosen.asleep_since = self.line.changes
             chosen.window.sleep()
-            self._note("wait", "waits", chosen)
+            self._note("wait", chosen)
 
     def _roused(self) -> bool:
         """All sleep, one of them maybe between two polls of work that goes on: let all poll on, each time longer."""
         if all(actor.patience == LAST_PATIENCE for actor in self.live):
             return False
         for actor in self.live:
-            actor.asleep_since, actor.patience = -1, min(8 * actor.patience, LAST_PATIENCE)
-            actor.window.wake()
-            self._note("wake", "wakes", actor)
+            self._wake(actor, min(8 * actor.patience, LAST_PATIENCE))
         return True
 
-    def _note(self, kind: str, what: str, actor: Actor) -> None:
+    def _note(self, kind: str, actor: Actor) -> None:
         """A moment of a program as a whole; of one that waits with what it polls."""
         if self.line.trace is None:
             return
-        moment = Moment(len(self.line.events), *actor.window.where, what, kind=kind)
+        moment = Moment(len(self.line.events), *actor.window.where, f"{kind}s", kind=kind)
         if kind == "wait" and actor.window.polled is not None:
             place, site = actor.window.polled
             name, index = self.line.element(place)
@@ -248,24 +218,18 @@ class Machine:
 
     def _start(self) -> None:
         for stream in self.streams:
-            while True:
+            while stream.todo or (stream.work and not stream.alive):
                 if not stream.todo:
-                    if stream.alive or not stream.work:
-                        break
-                    stream.before = stream.after
-                    work = stream.work.popleft()
+                    stream.before, work = stream.after, stream.work.popleft()
                     stream.todo.extend((work, number) for number in range(_programs(work)))
-                    if not stream.todo:
-                        continue
+                    continue
                 work, number = stream.todo[0]
-                full = self._resident_on(stream.rank) >= self.limits[stream.rank]
+                alive = sum(actor.rank == stream.rank and isinstance(actor.does, Program) for actor in self.live)
+                full = alive >= self.limits[stream.rank]
                 if full and isinstance(work, Launch) and not work.options.get("launch_cooperative_grid"):
                     break
                 stream.todo.popleft()
                 self._begin(stream, work, number)
-
-    def _resident_on(self, rank: int) -> int:
-        return sum(actor.rank == rank and actor.resident for actor in self.live)
 
     def _drawn_limit(self) -> int:
         if self.resident == "varying":
@@ -276,47 +240,33 @@ class Machine:
         does: Program | HostWork
         if isinstance(work, Launch):
             kernel, parameters = self.compiled[id(work)]
-            slot = self._slot(stream, number, kernel.listing.threads)
-            window = Window(self.line, self.started, (stream.rank, work.name, number), slot, stream.before)
+            window = self._window(stream, work.name, number, kernel.listing.threads)
             x, y, _ = work.shape
             index = (number % x, number // x % y, number // (x * y))
-            does = Program(
-                kernel,
-                window,
-                index,
-                work.shape,
-                parameters,
-                self.rng,
-                lockstep=self.lockstep,
-                late_copies=self.late,
-            )
+            does = Program(kernel, window, index, work.shape, parameters, lockstep=self.lockstep)
         else:
-            where, slot = (stream.rank, type(work).__name__.lower(), 0), self._slot(stream, 0, 1)
-            words = ("copy reads", "copy writes")
-            window = Window(self.line, self.started, where, slot, stream.before, words)
-            does = HostWork(work, window)
+            name, words = type(work).__name__.lower(), ("copy reads", "copy writes")
+            does = HostWork(work, self._window(stream, name, 0, 1, words))
         for actor in self.live:
             actor.patience = PATIENCE  # who waits does not keep its turn from one that starts
-        self.live.append(Actor(stream, stream.first_slot + number, self.started, window, does))
-        self._note("start", "starts", self.live[-1])
+        self.live.append(Actor(stream, stream.first_slot + number, self.started, does))
+        self._note("start", self.live[-1])
         self.started += 1
         stream.alive += 1
 
-    def _slot(self, stream: Stream, number: int, threads: int) -> Slot:
-        """Coordinates of a program's threads: those of the one before it on the stream, if it has as many."""
+    def _window(self, stream: Stream, name: str, number: int, threads: int, *words: tuple[str, str]) -> Window:
+        """Its threads have the coordinates of those of the program before it on the stream, if that has as many."""
         slot = stream.slots.get(number)
         if slot is None or slot.threads != threads:
             slot = stream.slots[number] = Slot(self.line.space.take(threads + 1), threads)
-        return slot
+        return Window(self.line, self.started, (stream.rank, name, number), slot, stream.before, *words)
 
     def _ended(self, actor: Actor) -> None:
         self.live.remove(actor)
-        self._note("end", "ends", actor)
-        stream = actor.stream
+        self._note("end", actor)
+        stream, clock = actor.stream, actor.window.known.end()
         stream.alive -= 1
-        stream.end(actor.window.known.end())
-        if isinstance(actor.does, Program):
-            self.executed += actor.does.executed
+        stream.after = clock if stream.after is None else joined(stream.after, clock)
         if self.resident == "varying":
             self.limits[actor.rank] = self._drawn_limit()
 
@@ -325,20 +275,16 @@ class Machine:
     def _deadlock(self) -> Fault:
         waits = []
         for actor in self.live:
-            rank, launch, program = actor.window.where
-            polled = actor.window.polled
+            where, polled = actor.window.where, actor.window.polled
             if polled is None:
-                waits.append(Wait(rank, launch, program, actor.does.site, "an mbarrier", (0,), "no change"))
-                continue
-            place, site = polled
-            name, index = self.line.element(place)
-            seen = str(self.line.value(place))
-            waits.append(Wait(rank, launch, program, site, name, index, seen, self.line.last_writer(place)))
-        queued = [
-            f"{len(s.todo)} programs of rank {s.rank}"
-            + (f" (at most {self.limits[s.rank]} resident)" if self.resident else "")
-            for s in self.streams
-            if s.todo
-        ]
+                waits.append(Wait(*where, actor.does.site, "an mbarrier", (0,), "no change"))
+            else:
+                place, site = polled
+                seen, writer = str(self.line.value(place)), self.line.last_writer(place)
+                waits.append(Wait(*where, site, *self.line.element(place), seen, writer))
+        queued = []
+        for stream in filter(lambda stream: stream.todo, self.streams):
+            most = f" (at most {self.limits[stream.rank]} resident)" if self.resident else ""
+            queued.append(f"{len(stream.todo)} programs of rank {stream.rank}{most}")
         more = f"; not started yet: {', '.join(queued)}" if queued else ""
         return Fault("deadlock", f"{len(waits)} programs wait and nothing can wake them{more}", waits=tuple(waits))

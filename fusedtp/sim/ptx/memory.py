@@ -297,11 +297,11 @@ class Window:
             except IndexError:
                 at = "memory", (wrong,)
             said = f"{what} of {nbytes} bytes at {place_of(*at, at[1])}, whose address is no multiple of {nbytes}"
-            raise self._fault("misaligned", said, what, site, *at) from None
+            raise self.fault("misaligned", said, what, site, *at) from None
         except IndexError as error:
             wrong = int(addresses[error.args[0]])
             said = f"{what} of {nbytes} bytes, {self.line.nearest(wrong)}"
-            raise self._fault("out of bounds", said, what, site, "memory", (wrong,)) from None
+            raise self.fault("out of bounds", said, what, site, "memory", (wrong,)) from None
 
     def replicas(self, addresses: Words, nbytes: int, what: str, site: Site) -> list[Words]:
         """Where multicast addresses lie on each rank. Raises SimulationFault for one that is none."""
@@ -311,7 +311,7 @@ class Window:
         if not inside.any(1).all():
             wrong = int(addresses[np.argmin(inside.any(1))])
             said = f"{what} of {nbytes} bytes at {wrong:#x}, outside of all multicast addresses"
-            raise self._fault("out of bounds", said, what, site, "memory", (wrong,))
+            raise self.fault("out of bounds", said, what, site, "memory", (wrong,))
         which = inside.argmax(1)
         at = within[np.arange(len(which)), which]
         return [np.array(bases)[which] + at for bases in zip(*(bases for _, _, bases in multicasts))]
@@ -617,6 +617,9 @@ class Window:
         said = f"rank {a.rank}'s {a.what} and rank {b.rank}'s {b.what} of {a.tensor} {LACKS[lacks]}"
         self._end(Fault("scope" if lacks == SCOPE else rule, said, (a, b)), why)
 
-    def _fault(self, rule: str, said: str, what: str, site: Site, tensor: str, at: tuple[int, ...]) -> SimulationFault:
+    def fault(
+        self, rule: str, said: str, what: str, site: Site, tensor: str = "", at: tuple[int, ...] = (), cause: str = ""
+    ) -> SimulationFault:
+        """tensor, at: what is accessed, and where in it."""
         access = Access(*self.where, site, what, tensor, at, at, len(self.line.events))
-        return SimulationFault(Fault(rule, f"{program_name(self.where)}: {said}", (access,)))
+        return SimulationFault(Fault(rule, f"{program_name(self.where)}: {said}", (access,), cause=cause))

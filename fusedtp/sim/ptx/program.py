@@ -8,22 +8,23 @@ Lanes that part at a branch form groups, of which the one that is furthest behin
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from ..faults import Access, Fault, SimulationFault, Site
+from ..faults import Site
 from .access import is_shared, updated
 from .alu import VIEWS
-from .clocks import ALIAS, ASYNC
-from .copies import Barrier, BulkCopies, Copies, TensorLoad
+from .clocks import Clock
+from .copies import ALL, POISON, Barrier, BulkCopies, Copies, TensorLoad
 from .descriptors import NBYTES, TensorMap, misaligned, of_bytes
 from .kernel import Kernel
 from .memory import UNSIGNED, WIDEST, Window, rows_of_words
+from .multimem import FUNCTIONS
 from .parse import CONSTANTS, LOCAL, Imm, Instruction, UnsupportedPtx
 from .proxies import GenericWrites
 from .tensor_core import Products, matrix_places, multiply, multiply_doubles
@@ -34,6 +35,7 @@ MOST_INSTRUCTIONS = 2_000_000  # that a program runs in one turn
 SHARED, LOCALLY = "shared memory", "local memory"
 LOOP = 1000  # blocks to run to find the loop's body
 POLLS = 4  # in vain, more than a program has before it sleeps for the first time
+CLOCKS: dict[str, Any] = dict(globaltimer=np.uint64, globaltimer_lo=np.uint32, clock64=np.uint64, clock=np.uint32)
 
 
 @dataclass(eq=False)
@@ -47,44 +49,35 @@ class Group:
     expected: int = 0
 
 
-class Views(dict[str, list[Array]]):
-    """Registers by the letter of alu.VIEWS, each a row, made as they are asked for."""
-
-    def __init__(self, words: dict[int, Array], predicates: Array) -> None:
-        super().__init__(p=list(predicates))
-        self.words = words
-
-    def __missing__(self, view: str) -> list[Array]:
-        dtype = VIEWS[view]
-        self[view] = made = list(self.words[8 * dtype.itemsize].view(dtype))
-        return made
-
-
 class Lanes:
     """Lanes that run as one vector. first, count: threads of the program."""
 
     def __init__(self, program: Program, first: int, count: int) -> None:
         self.program, self.first, self.count, self.window = program, first, count, program.window
-        registers = program.kernel.listing.registers
-        words = {w: np.zeros((registers.get(w, 0), count), f"u{w // 8}") for w in (16, 32, 64)}
-        predicates = np.zeros((registers.get(1, 0), count), bool)
-        self.blocks, self.views = program.kernel.blocks, Views(words, predicates)
-        self.u, self.p = self.views["u"], self.views["p"]
+        listing = program.kernel.listing
+        self.windows = bool(listing.local or listing.constants)  # whether generic addresses may be theirs
+        words = {w: np.zeros((listing.registers.get(w, 0), count), f"u{w // 8}") for w in (16, 32, 64)}
+        words[8] = np.zeros((listing.registers.get(1, 0), count), np.uint8)  # predicates
+        # registers by the letter of alu.VIEWS, each a row
+        self.views = {view: list(words[8 * dtype.itemsize].view(dtype)) for view, dtype in VIEWS.items()}
+        self.blocks, self.u, self.p = program.kernel.blocks, self.views["u"], self.views["p"]
         self.every = np.arange(count)
         self.ids = first + self.every
         self.groups = [Group(0, np.ones(count, bool), count)]
-        late = program.late_copies
-        self.copies, self.products, self.bulk = Copies(late, count), Products(late), BulkCopies(late, count)
+        self.copies, self.bulk, self.products = Copies(count), BulkCopies(count), Products(program.window.line.weak)
         self.shared = program.shared
+        self.carry = np.zeros(count, bool)  # CC.CF: PTX ISA 9.7.2
 
     # -- control -----------------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
-        groups = self.groups
-        if len(groups) == 1:
-            return groups[0].barrier is None
-        return any(group.barrier is None for group in groups)
+        return any(group.barrier is None for group in self.groups)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the next block of some lanes may see what other programs do."""
+        return any(group.barrier is None and self.blocks[group.at].pauses for group in self.groups)
 
     def run(self, most: int) -> bool:
         """Run ready groups until the program has executed so much. Whether it shall pause before it goes on."""
@@ -101,21 +94,15 @@ class Lanes:
                 program.kernel.masked[group.at](self, group.mask)
             program.executed += block.count
             end = block.end
-            if end is not None and block.jumps:
+            if end is None:
+                group.at += 1
+            elif block.jumps:
                 self._jump(group, end, block.target)
             else:
-                group.at += 1
-                if block.meets is not None:
-                    group.barrier, group.expected = block.meets[0], block.meets[1] or program.threads
-                elif end is not None:
-                    self._arrive(group, end)
+                self._arrive(group, end)
             if group.at >= len(blocks) and group in groups:
                 groups.remove(group)
-            if len(groups) == 1:
-                group = groups[0]
-                if group.barrier is None and blocks[group.at].pauses:
-                    return True
-            elif self.pauses:
+            if self.pauses:
                 return True
         return False
 
@@ -131,19 +118,10 @@ class Lanes:
         order = sorted(places)
         return places[order[self.window.vain // POLLS % len(order)]] if order else None
 
-    @property
-    def pauses(self) -> bool:
-        """Whether the next block of some lanes may see what other programs do."""
-        blocks, groups = self.blocks, self.groups
-        if len(groups) == 1:
-            return groups[0].barrier is None and blocks[groups[0].at].pauses
-        return any(g.barrier is None and blocks[g.at].pauses for g in groups)
-
     def _jump(self, group: Group, end: Instruction, target: int) -> None:
         taken, count, leaves = group.mask, group.size, end.root != "bra"
         if end.guard is not None:
-            predicate = self.p[end.guard.number]
-            taken = group.mask & (~predicate if end.negated else predicate)
+            taken = group.mask & (self.p[end.guard.number] ^ end.negated)
             count = int(np.count_nonzero(taken))
         if count == group.size:
             if leaves:
@@ -158,17 +136,17 @@ class Lanes:
                 self.groups.append(Group(target, taken, count))
 
     def _arrive(self, group: Group, end: Instruction) -> None:
-        """A barrier whose number or threads a register holds, or bar.arrive."""
+        """At a barrier, whose number and threads registers may hold. bar.arrive does not wait."""
         if end.guard is not None or end.has("red"):
             raise end.unsupported("guarded, or a reduction")
+        group.at += 1
         values = [int(x.text, 0) if isinstance(x, Imm) else self._uniform(end, x) for x in end.args]
         number, expected = values[0], values[1] if len(values) > 1 else self.program.threads
         if end.has("arrive"):
-            self.program.arrived[number] = self.program.arrived.get(number, 0) + group.size
             clock = self.window.known.together(self.ids[group.mask])
-            self.program.arrivals.setdefault(number, []).append(clock)
-            return
-        group.barrier, group.expected = number, expected
+            self.program.arrivals.setdefault(number, []).append((group.size, clock))
+        else:
+            group.barrier, group.expected = number, expected
 
     def _uniform(self, end: Instruction, x: Any) -> int:
         values = self.u[x.number]
@@ -187,44 +165,41 @@ class Lanes:
         """Numbers of the lanes that take part."""
         return self.every if mask is True else np.flatnonzero(mask)
 
+    @staticmethod
+    def part(value: Array, mask: Any) -> Array:
+        """Of these lanes."""
+        return value if mask is True else value[mask]
+
     # -- values ------------------------------------------------------------------------------------------------------
 
-    def everywhere(self, value: int) -> Array:
-        return np.full(self.count, value, np.int64)
+    def warps(self, value: Any) -> Array:
+        """[warps, 32]"""
+        return np.broadcast_to(value, (self.count,)).reshape(-1, 32)
 
     def by_warp(self, value: Any) -> Array:
-        return np.broadcast_to(value, (self.count,))[::32].copy()
+        return self.warps(value)[:, 0].copy()
 
     def special(self, name: str) -> Any:
         """PTX ISA 8.8, section 10. A clock counts instructions: short pauses end, and no wait of seconds times out."""
         if name in self._fixed:
             return self._fixed[name]
-        now = self.program.executed
-        clocks = {"globaltimer": np.uint64(now), "globaltimer_lo": np.uint32(now), "clock": np.uint32(now)}
-        clocks |= {"clock64": np.uint64(now)}
-        if name in clocks:
-            return clocks[name]
+        if name in CLOCKS:
+            return CLOCKS[name](self.program.executed)
         raise UnsupportedPtx(f"the PTX machine does not know %{name}, at {self.program.site}")
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:
         program, lane = self.program, self.ids & 31
-        numbers = dict(zip(("ctaid.x", "ctaid.y", "ctaid.z"), program.index, strict=True))
-        numbers |= dict(zip(("nctaid.x", "nctaid.y", "nctaid.z"), program.grid, strict=True))
-        numbers |= {"ntid.x": program.threads, "clusterid.x": program.index[0]}
+        fixed: dict[str, Any] = dict(zip(("ctaid.x", "ctaid.y", "ctaid.z"), program.index, strict=True))
+        fixed |= dict(zip(("nctaid.x", "nctaid.y", "nctaid.z"), program.grid, strict=True))
+        fixed |= {"ntid.x": program.threads, "clusterid.x": program.index[0]}
         zero = ("tid.y", "tid.z", "cluster_ctaid.x", "cluster_ctarank", "globaltimer_hi", "clock_hi", "smid")
         one = ("ntid.y", "ntid.z", "cluster_nctaid.x", "cluster_nctarank", "nsmid")
-        numbers |= dict.fromkeys(zero, 0) | dict.fromkeys(one, 1)
-        lanes = {"tid.x": self.ids, "laneid": lane, "warpid": self.ids >> 5}
-        lanes |= {"lanemask_lt": (1 << lane) - 1, "lanemask_le": (2 << lane) - 1, "lanemask_eq": 1 << lane}
-        lanes |= {"lanemask_ge": ~((1 << lane) - 1), "lanemask_gt": ~((2 << lane) - 1)}
-        fixed: dict[str, Any] = {name: np.uint32(value) for name, value in numbers.items()}
-        return fixed | {name: (value & 0xFFFFFFFF).astype(np.uint32) for name, value in lanes.items()}
-
-    @cached_property
-    def carry(self) -> Array:
-        """CC.CF: PTX ISA 9.7.2."""
-        return np.zeros(self.count, bool)
+        fixed |= dict.fromkeys(zero, 0) | dict.fromkeys(one, 1)
+        fixed |= {"tid.x": self.ids, "laneid": lane, "warpid": self.ids >> 5}
+        fixed |= {"lanemask_lt": (1 << lane) - 1, "lanemask_le": (2 << lane) - 1, "lanemask_eq": 1 << lane}
+        fixed |= {"lanemask_ge": -1 << lane, "lanemask_gt": -2 << lane}
+        return {name: np.uint32(value & 0xFFFFFFFF) for name, value in fixed.items()}
 
     def parameter(self, name: str, offset: int, dtype: Any) -> Any:
         value = self.program.parameters[name]
@@ -249,18 +224,31 @@ class Lanes:
 
     # -- global memory -----------------------------------------------------------------------------------------------
 
+    def _space(self, at: Array, mask: Any, site: Site) -> int:
+        """LOCAL, CONSTANTS or 0: where generic addresses lie, of all lanes alike."""
+        if not self.windows:
+            return 0
+        high = self.part(at, mask) >> 56
+        if not ((high == LOCAL >> 56) | (high == CONSTANTS >> 56)).any():
+            return 0
+        if (high != high[0]).any():
+            raise UnsupportedPtx(f"generic addresses of several kinds of memory at once, at {site}")
+        return int(high[0]) << 56
+
     def load(self, at: Array, nb: int, count: int, mask: Any, order: str, scope: str, site: Site) -> Array:
-        if mask is True:
-            return self.window.load(at, nb, count, self.ids, order, scope, site)
-        return self.window.load(at[mask], nb, count, self.ids[mask], order, scope, site)
+        space = self._space(at, mask, site)
+        if space == LOCAL:
+            return self.load_local(at - LOCAL, nb, count, mask, site)
+        if space == CONSTANTS:
+            return self._load_constant(self.part(at, mask) - CONSTANTS, nb, count, site)
+        return self.window.load(self.part(at, mask), nb, count, self.part(self.ids, mask), order, scope, site)
 
     def store(self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, scope: str, site: Site) -> None:
-        words, threads = self.words(values, nb, mask), self.part(self.ids, mask)
-        self.window.store(self.part(at, mask), words, threads, order, scope, site)
-
-    @staticmethod
-    def part(value: Array, mask: Any) -> Array:
-        return value if mask is True else value[mask]
+        if self._space(at, mask, site) == LOCAL:
+            self.store_local(at - LOCAL, values, nb, mask, site)
+        else:
+            words, threads = self.words(values, nb, mask), self.part(self.ids, mask)
+            self.window.store(self.part(at, mask), words, threads, order, scope, site)
 
     def words(self, values: Sequence[Any], nb: int, mask: Any) -> Array:
         words = np.empty((self.count if mask is True else int(mask.sum()), len(values)), UNSIGNED[nb])
@@ -272,28 +260,23 @@ class Lanes:
         self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, order: str, scope: str,
         site: Site, returns: bool, reads: bool,
     ) -> Array:  # fmt: skip
-        places, threads = self.part(at, mask), self.part(self.ids, mask)
-        given = [self.part(value, mask) if value.ndim else np.full(len(places), value) for value in values]
-        new, dtype = updated(operation, t, given)
-        what = f"atomic_{operation}"
+        places, threads, what = self.part(at, mask), self.part(self.ids, mask), f"atomic_{operation}"
+        new, dtype = updated(operation, t, [self.part(np.broadcast_to(x, self.count), mask) for x in values])
         old = self.window.atomic(places, threads, new, dtype, order, scope, site, what, returns, reads=reads)
         return old.view(UNSIGNED[dtype.itemsize])
 
     def fence(self, mask: Any, order: str, scope: str) -> None:
         self.window.known.fence(self.part(self.ids, mask), order, scope)
 
-    def fence_proxy(self, mask: Any) -> None:
-        self.window.known.fence_proxy(self.part(self.ids, mask), ASYNC)
-
-    def fence_alias(self, mask: Any) -> None:
-        self.window.known.fence_proxy(self.part(self.ids, mask), ALIAS)
+    def fence_proxy(self, mask: Any, proxy: int) -> None:
+        self.window.known.fence_proxy(self.part(self.ids, mask), proxy)
 
     def publish_map(self, to: Array, of: Array, mask: Any, scope: str, site: Site) -> None:
         """A descriptor to global memory, each thread of a warp a word of it, and a release."""
         self.whole_warps(mask, "tensormap.cp_fenceproxy", site)
         threads, to, of = (self.part(x, mask) for x in (self.ids, to, of))
         place = NBYTES // 32 * (threads & 31)
-        words = self.program.shared_rows[4, 1][self.program.shared_at(of + place, 4, "access", site)]
+        words = self.program.shared_rows[4, 1][self.program.rows_at(of + place, 4, site)]
         self.window.store(to + place, words, threads, "weak", "", site)
         self.window.known.fence(threads, "release", scope)
         self.meet_warps(mask)
@@ -306,112 +289,71 @@ class Lanes:
             self.program.descriptors[address] = self.window.line.newest(places, 4).tobytes()
 
     def fence_shared(self, mask: Any) -> None:
-        if self.program.generic is not None:
-            self.program.generic.fence(self.part(self.ids, mask))
+        self.program.generic.fence(self.part(self.ids, mask))
 
     def meet_warps(self, mask: Any) -> None:
         threads = self.part(self.ids, mask)
         for warp in np.unique(threads // 32).tolist():
             self.window.known.meet(threads[threads // 32 == warp])
-        self.program.met()
+        self.program.generic.meet()
 
     # -- local memory, constants -------------------------------------------------------------------------------------
 
     @cached_property
-    def _local(self) -> Array:
-        """Words of 8 bytes of each lane."""
-        size = self.program.kernel.listing.local
-        return np.full((self.count, -(-size // 16) * 2), 0x7F7F7F7F7F7F7F7F, np.uint64)
+    def _local(self) -> dict[tuple[int, int], Array]:
+        """Local memory of all lanes, one after another, each padded to WIDEST bytes."""
+        words = -(-self.program.kernel.listing.local // WIDEST) * WIDEST // 8
+        return rows_of_words(np.full(self.count * words, POISON).view(np.uint8))
 
-    def _local_at(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> tuple[Array, tuple[Array, Array]]:
-        """Words of nb bytes, and which of them each lane means [n, count]."""
-        places, size = self.part(at, mask) & 0xFFFFFFFF, self.program.kernel.listing.local
-        if int(places.max()) + nb * count > size:
-            far = int(places.max())
-            raise self.program.fault("out of bounds", f"local memory ends at {size}", "access", site, LOCALLY, (far,))
-        if (places & (nb * count - 1)).any():
-            said = f"an access to local memory of {nb * count} bytes"
-            wrong = int(places[places & (nb * count - 1) != 0][0])
-            raise self.program.fault("misaligned", said, "access", site, LOCALLY, (wrong,))
-        return self._local.view(UNSIGNED[nb]), (
-            self.chosen(mask)[:, None],
-            places[:, None] // nb + np.arange(count),
-        )
+    def _local_at(self, at: Array, nbytes: int, mask: Any, site: Site) -> Array:
+        """Numbers of the rows of nbytes bytes that each lane means."""
+        size, own = self.program.kernel.listing.local, self.part(at, mask) & 0xFFFFFFFF
+        rows = self.program.rows_at(own, nbytes, site, LOCALLY)
+        return rows + self.chosen(mask) * (-(-size // WIDEST) * WIDEST // nbytes)
 
     def load_local(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> Array:
-        words, which = self._local_at(at, nb, count, mask, site)
-        return words[which]
+        return self._local[nb, count][self._local_at(at, nb * count, mask, site)]
 
     def store_local(self, at: Array, values: Sequence[Any], nb: int, mask: Any, site: Site) -> None:
-        words, which = self._local_at(at, nb, len(values), mask, site)
-        words[which] = self.words(values, nb, mask)
+        rows = self._local_at(at, nb * len(values), mask, site)
+        self._local[nb, len(values)][rows] = self.words(values, nb, mask)
 
-    def _window(self, at: Array, mask: Any, site: Site) -> int:
-        """LOCAL, CONSTANTS or 0: where generic addresses lie, of all lanes alike."""
-        high = self.part(at, mask) >> 56
-        inside = (high == LOCAL >> 56) | (high == CONSTANTS >> 56)
-        if not inside.any():
-            return 0
-        if (high != high[0]).any():
-            raise UnsupportedPtx(f"generic addresses of several kinds of memory at once, at {site}")
-        return int(high[0]) << 56
-
-    def load_generic(self, at: Array, nb: int, count: int, mask: Any, order: str, scope: str, site: Site) -> Array:
-        window = self._window(at, mask, site)
-        if window == LOCAL:
-            return self.load_local(at - LOCAL, nb, count, mask, site)
-        if window != CONSTANTS:
-            return self.load(at, nb, count, mask, order, scope, site)
-        table, places = self.program.kernel.listing.constants, self.part(at, mask) - CONSTANTS
+    def _load_constant(self, places: Array, nb: int, count: int, site: Site) -> Array:
+        table = self.program.kernel.listing.constants
         if int(places.max()) + nb * count > len(table):
-            raise self.program.fault("out of bounds", f"constants end at {len(table)}", "load", site)
+            raise self.window.fault("out of bounds", f"constants end at {len(table)}", "load", site)
         if (places & (nb * count - 1)).any():
-            said = f"a load of {nb * count} bytes of constants"
-            raise self.program.fault("misaligned", said, "load", site)
-        found: Array = np.frombuffer(table, UNSIGNED[nb])[places[:, None] // nb + np.arange(count)]
-        return found
-
-    def store_generic(
-        self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, scope: str, site: Site
-    ) -> None:
-        if self._window(at, mask, site) == LOCAL:
-            self.store_local(at - LOCAL, values, nb, mask, site)
-        else:
-            self.store(at, values, nb, mask, order, scope, site)
+            raise self.window.fault("misaligned", f"a load of {nb * count} bytes of constants", "load", site)
+        return np.frombuffer(table, UNSIGNED[nb])[places[:, None] // nb + np.arange(count)]
 
     # -- shared memory -----------------------------------------------------------------------------------------------
 
     def load_shared(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> Array:
-        rows = self.program.shared_at(self.part(at, mask), nb * count, "access", site)
-        found: Array = self.program.shared_rows[nb, count][rows]
-        return found
+        rows = self.program.rows_at(self.part(at, mask), nb * count, site)
+        return self.program.shared_rows[nb, count][rows]
 
     def store_shared(self, at: Array, values: Sequence[Any], nb: int, mask: Any, site: Site) -> None:
         places = self.part(at, mask)
-        rows = self.program.shared_at(places, nb * len(values), "access", site)
+        rows = self.program.rows_at(places, nb * len(values), site)
         self.program.shared_rows[nb, len(values)][rows] = self.words(values, nb, mask)
-        if self.program.generic is not None:
-            self.program.generic.write(places, nb * len(values), self.part(self.ids, mask))
+        self.program.generic.write(places, nb * len(values), self.part(self.ids, mask))
 
     def atomic_shared(self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site) -> Array:
-        at = self.part(at, mask)
-        given = [self.part(value, mask) if value.ndim else np.full(len(at), value) for value in values]
-        new, dtype = updated(operation, t, given)
-        places = self.program.shared_at(at, dtype.itemsize, "access", site)
+        new, dtype = updated(operation, t, [self.part(np.broadcast_to(x, self.count), mask) for x in values])
+        places = self.program.rows_at(self.part(at, mask), dtype.itemsize, site)
         view = self.program.shared.view(dtype)
         old = np.empty(len(places), dtype)
         for number, place in enumerate(places.tolist()):
             old[number] = view[place]
             made = new(number, old[number])
             view[place] = old[number] if made is None else made
-        if self.program.generic is not None:
-            self.program.generic.write(places * dtype.itemsize, dtype.itemsize, self.part(self.ids, mask))
+        self.program.generic.write(places * dtype.itemsize, dtype.itemsize, self.part(self.ids, mask))
         return old.view(UNSIGNED[dtype.itemsize])
 
     def load_matrix(self, at: Array, rows: list[int], transposed: bool, mask: Any, site: Site) -> None:
         self.whole_warps(mask, "ldmatrix", site)
         halves = np.array([matrix_places(at, matrix, transposed) for matrix in range(len(rows))])
-        places = self.program.shared_at(halves if mask is True else halves[..., mask], 2, "access", site)
+        places = self.program.rows_at(halves if mask is True else halves[..., mask], 2, site)
         low, high = self.program.shared.view(np.uint16)[places].astype(np.uint32).swapaxes(0, 1)
         for row, words in zip(rows, low | (high << np.uint32(16)), strict=True):
             self.u[row][... if mask is True else mask] = words
@@ -425,38 +367,33 @@ class Lanes:
 
     def mma(self, numbers: Any, a: str, b: str, to: str, mask: Any, site: Site) -> None:
         self.whole_warps(mask, "mma", site)
-        for number, made in zip(numbers, multiply(self.u, numbers, a, b, to), strict=True):
+        registers = self.views["F" if to == "f64" else "u"]
+        if to == "f64":
+            products = [multiply_doubles(registers, number) for number in numbers]
+        else:
+            products = multiply(registers, numbers, a, b, to)
+        for number, made in zip(numbers, products, strict=True):
             for row, words in zip(number[0], made, strict=True):
-                np.copyto(self.u[row], words, where=mask)
-
-    def mma_of_doubles(self, numbers: Any, mask: Any, site: Site) -> None:
-        self.whole_warps(mask, "mma", site)
-        registers = self.views["F"]
-        for number in numbers:
-            for row, made in zip(number[0], multiply_doubles(registers, number), strict=True):
-                np.copyto(registers[row], made, where=mask)
+                np.copyto(registers[row], words, where=mask)
 
     # -- mbarriers ---------------------------------------------------------------------------------------------------
 
-    def mbarrier_init(self, at: Array, count: Any, mask: Any, site: Site) -> None:
+    def mbarrier_init(self, at: Array, count: Any, mask: Any) -> None:
         lane = self.chosen(mask)[0]
         number = int(np.broadcast_to(count, (self.count,))[lane])
         self.program.barriers[int(at[lane])] = Barrier(number, number)
 
-    def mbarrier_inval(self, at: Array, count: Any, mask: Any, site: Site) -> None:
+    def mbarrier_inval(self, at: Array, mask: Any) -> None:
         self.program.barriers.pop(int(at[self.chosen(mask)[0]]), None)
 
     def mbarrier_arrive(self, at: Array, arrivals: Any, nbytes: Any, mask: Any, site: Site) -> None:
         arrivals, nbytes = (np.broadcast_to(x, (self.count,)) for x in (arrivals, nbytes))
         for lane in self.chosen(mask).tolist():
             barrier = self.program.barrier_at(int(at[lane]), site)
-            if arrivals[lane]:
-                barrier.arrive(self.window.known.clock(self.first + lane))
-            barrier.bytes += int(nbytes[lane])
-            barrier.pending -= int(arrivals[lane])
-            barrier.check()
+            clock = self.window.known.clock(self.first + lane) if arrivals[lane] else None
+            barrier.count_down(clock, int(arrivals[lane]), int(nbytes[lane]))
             if not nbytes[lane]:  # else it is for TMA's bytes
-                self.program.met()
+                self.program.generic.meet()
         self.window.vain = 0
 
     def mbarrier_wait(self, at: Array, parity: Any, mask: Any, site: Site) -> Array:
@@ -489,42 +426,39 @@ class Lanes:
         return value[np.arange(self.count) - lane + j], inside
 
     def vote(self, kind: str, predicate: Any, mask: Any) -> Array:
-        true = (np.broadcast_to(predicate, (self.count,)) & mask).reshape(-1, 32)
-        active = np.broadcast_to(mask, (self.count,)).reshape(-1, 32)
+        active = self.warps(mask)
+        true = self.warps(predicate) & active
         if kind == "ballot":
-            bits = (true * (1 << np.arange(32, dtype=np.uint64))).sum(1).astype(np.uint32)
-            return np.repeat(bits, 32)
+            return np.repeat(_bits(true), 32)
         every, some = (true | ~active).all(1), true.any(1)
         return np.repeat({"all": every, "any": some, "uni": every | ~some}[kind], 32)
 
     def reduce(self, operation: str, value: Any, mask: Any) -> Array:
-        value = np.broadcast_to(value, (self.count,)).reshape(-1, 32)
-        active = np.broadcast_to(mask, (self.count,)).reshape(-1, 32)
-        names: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum}
-        names |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+        value, active = self.warps(value), self.warps(mask)
         made = np.zeros(len(value), value.dtype)
-        for warp, (own, who) in enumerate(zip(value, active, strict=True)):
-            if who.any():
-                made[warp] = names[operation].reduce(own[who])
+        for warp in np.flatnonzero(active.any(1)):
+            made[warp] = FUNCTIONS[operation].reduce(value[warp, active[warp]])
         return np.repeat(made, 32)
 
     def match(self, kind: str, value: Any, mask: Any) -> tuple[Array, Array]:
-        value = np.broadcast_to(value, (self.count,)).reshape(-1, 32)
-        active = np.broadcast_to(mask, (self.count,)).reshape(-1, 32)
+        value, active = self.warps(value), self.warps(mask)
         same = (value[:, :, None] == value[:, None, :]) & active[:, None, :]
         alike = (same | ~active[:, None, :]).all(2).reshape(-1)
         if kind == "all":
             same = active[:, None, :] & alike.reshape(-1, 32, 1)
-        bits = (same * (1 << np.arange(32, dtype=np.uint64))).sum(2).astype(np.uint32)
-        return bits.reshape(-1), alike
+        return _bits(same).reshape(-1), alike
 
     def elect(self, mask: Any) -> tuple[Array, Array]:
-        active = np.broadcast_to(mask, (self.count,)).reshape(-1, 32)
-        leader = np.repeat(active.argmax(1), 32).astype(np.uint32)
+        leader = np.repeat(self.warps(mask).argmax(1), 32).astype(np.uint32)
         return leader, (self.ids & 31) == leader
 
     def trap(self, site: Site, said: str = "trap") -> None:
-        raise self.program.fault("assertion", said, "trap", site)
+        raise self.window.fault("assertion", said, "trap", site)
+
+
+def _bits(flags: Array) -> Array:
+    """Flags of 32 lanes [..., 32] as the bits of a uint32."""
+    return (flags * (1 << np.arange(32, dtype=np.uint64))).sum(-1).astype(np.uint32)
 
 
 class Program:
@@ -535,35 +469,19 @@ class Program:
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        window: Window,
-        index: tuple[int, int, int],
-        grid: tuple[int, int, int],
-        parameters: dict[str, int | TensorMap],
-        rng: random.Random,
-        *,
-        lockstep: bool,
-        late_copies: bool,
-    ) -> None:
-        self.kernel, self.window, self.index, self.grid, self.parameters = (
-            kernel,
-            window,
-            index,
-            grid,
-            parameters,
-        )
-        self.rng, self.late_copies, self.threads = rng, late_copies, kernel.listing.threads
-        state = rng.getstate()[1]  # seen, not drawn from: what is drawn decides whose turn it is
+        self, kernel: Kernel, window: Window, index: tuple[int, int, int], grid: tuple[int, int, int],
+        parameters: dict[str, int | TensorMap], *, lockstep: bool,
+    ) -> None:  # fmt: skip
+        self.kernel, self.window, self.index, self.grid, self.parameters = kernel, window, index, grid, parameters
+        self.rng, self.threads = window.line.rng, kernel.listing.threads
+        state = self.rng.getstate()[1]  # seen, not drawn from: what is drawn decides whose turn it is
         self.salt = hash((state[0], state[-1], index)) & 0xFFFFFFFF
-        words = np.full(-(-kernel.shared // WIDEST) * WIDEST // 8, 0x7F7F7F7F7F7F7F7F, np.uint64)
-        self.shared = words.view(np.uint8)
+        self.shared = np.full(-(-kernel.shared // WIDEST) * WIDEST // 8, POISON).view(np.uint8)
         self.shared_rows = rows_of_words(self.shared)
-        self.generic = GenericWrites(len(self.shared), self.threads) if kernel.reads_async else None
+        self.generic = GenericWrites(len(self.shared), self.threads, kernel.reads_async)
         self.barriers: dict[int, Barrier] = {}
         self.descriptors: dict[int, bytes] = {}  # by address: what a fence has let copies see
-        self.arrived: dict[int, int] = {}
-        self.arrivals: dict[int, list[Array]] = {}
+        self.arrivals: dict[int, list[tuple[int, Clock]]] = {}  # by barrier: threads that do not wait, what they know
         self.loads: list[TensorLoad] = []
         self.executed = 0
         self.site = kernel.blocks[0].site
@@ -591,7 +509,7 @@ class Program:
             if vector.run(most):
                 return
         said = f"no progress at {self.site} after {MOST_INSTRUCTIONS} steps without an atomic"
-        raise self.fault("no progress", said, "loops", self.site, cause=self._loop(vector))
+        raise self.window.fault("no progress", said, "loops", self.site, cause=self._loop(vector))
 
     def _loop(self, vector: Lanes) -> str:
         """What a loop without an atomic loads, in words."""
@@ -611,41 +529,33 @@ class Program:
 
     def _finish(self) -> None:
         for vector in self.vectors:
-            vector.copies.wait(vector, 0, True, everything=True)
-            vector.bulk.end(self)
+            vector.copies.wait(vector, ALL, True)
+            vector.bulk.wait(vector, ALL, True, reads=False)
         self.vectors = []  # and registers, which else stay until Python looks for cycles
 
     def _meet(self, everyone: bool) -> bool:
         """Those who wait at a barrier that is complete go on; whether there are any. everyone: waits, or has ended."""
-        first = self.vectors[0].groups[0] if self.vectors[0].groups else None
-        if everyone and first is not None and first.size == self.threads == first.expected and not self.arrived:
-            self.window.known.meet(self.vectors[0].ids)
-            first.barrier = None
-            self.met()
-            return True
-        waiting: dict[int, list[tuple[Lanes, Group]]] = {}
-        for vector in self.vectors:
-            for group in vector.groups:
-                if group.barrier is not None:
-                    waiting.setdefault(group.barrier, []).append((vector, group))
-        gone = self.threads - sum(g.size for v in self.vectors for g in v.groups)
+        alive = [(vector, group) for vector in self.vectors for group in vector.groups]
+        gone = self.threads - sum(group.size for _, group in alive)
+        waiting = list(dict.fromkeys(group.barrier for _, group in alive if group.barrier is not None))
         met = False
-        for number, groups in waiting.items():
-            count = sum(group.size for _, group in groups) + self.arrived.get(number, 0)
-            expected = groups[0][1].expected
+        for number in waiting:
+            groups, arrivals = [each for each in alive if each[1].barrier == number], self.arrivals.get(number, [])
+            arrived, expected = sum(size for size, _ in arrivals), groups[0][1].expected
+            count = arrived + sum(group.size for _, group in groups)
             if count < expected - (gone if expected == self.threads else 0):
                 continue
             met = True
             if count > expected:
-                groups = self._first_come(groups, expected - self.arrived.get(number, 0))
-            threads = np.concatenate([v.ids[g.mask] for v, g in groups])
-            self.arrived.pop(number, None)
-            self.window.known.meet(threads, self.arrivals.pop(number, []))
-            self.met()
+                groups = self._first_come(groups, expected - arrived)
+            threads = np.concatenate([vector.ids[group.mask] for vector, group in groups])
+            self.window.known.meet(threads, [clock for _, clock in arrivals])
+            self.arrivals.pop(number, None)
+            self.generic.meet()
             for _, group in groups:
                 group.barrier = None
         if everyone and not met:
-            raise self.fault("deadlock", f"threads wait at barriers {sorted(waiting)}", "waits", self.site)
+            raise self.window.fault("deadlock", f"threads wait at barriers {sorted(waiting)}", "waits", self.site)
         return met
 
     def _first_come(self, groups: list[tuple[Lanes, Group]], count: int) -> list[tuple[Lanes, Group]]:
@@ -653,16 +563,15 @@ class Program:
         warps = sorted({int(warp) for v, g in groups for warp in v.ids[g.mask] >> 5})
         self.rng.shuffle(warps)
         passing: list[tuple[Lanes, Group]] = []
-        for warp in warps:
-            for vector, group in groups:
-                mask = group.mask & (vector.ids >> 5 == warp)
-                size = int(np.count_nonzero(mask))
-                if count > 0 and size:
-                    count -= size
-                    group.mask, group.size = group.mask & ~mask, group.size - size
-                    part = Group(group.at, mask, size, group.barrier, group.expected)
-                    vector.groups.append(part)
-                    passing.append((vector, part))
+        for warp, (vector, group) in product(warps, groups):
+            mask = group.mask & (vector.ids >> 5 == warp)
+            size = int(np.count_nonzero(mask))
+            if count > 0 and size:
+                count -= size
+                group.mask, group.size = group.mask & ~mask, group.size - size
+                part = Group(group.at, mask, size, group.barrier, group.expected)
+                vector.groups.append(part)
+                passing.append((vector, part))
         for vector, group in groups:
             if not group.size:
                 vector.groups.remove(group)
@@ -670,36 +579,31 @@ class Program:
 
     # -- what lanes share --------------------------------------------------------------------------------------------
 
-    def shared_at(self, at: Array, nbytes: int, what: str, site: Site) -> Array:
-        """Numbers of the rows of nbytes bytes at addresses."""
-        bits, size = int(np.bitwise_or.reduce(at, None)), self.kernel.shared
+    def rows_at(self, at: Array, nbytes: int, site: Site, memory: str = SHARED, what: str = "access") -> Array:
+        """Numbers of the rows of nbytes bytes at addresses of shared memory, or of a lane's local memory."""
+        size = self.kernel.shared if memory == SHARED else self.kernel.listing.local
+        bits = int(np.bitwise_or.reduce(at, None))
         far = bits < 0 or bits + nbytes > size  # maybe: no address is above all of their bits
         if far and (int(at.min()) < 0 or int(at.max()) + nbytes > size):
             wrong = int(at.min()) if int(at.min()) < 0 else int(at.max())
-            raise self.fault("out of bounds", f"shared memory ends at {size}", what, site, SHARED, (wrong,))
+            raise self.window.fault("out of bounds", f"{memory} ends at {size}", what, site, memory, (wrong,))
         if bits & (nbytes - 1):
             wrong = int(at[at & (nbytes - 1) != 0][0])
-            said = f"an access to shared memory of {nbytes} bytes"
-            raise self.fault("misaligned", said, what, site, SHARED, (wrong,))
-        rows: Array = at >> (nbytes.bit_length() - 1)
-        return rows
+            said = f"an access to {memory} of {nbytes} bytes"
+            raise self.window.fault("misaligned", said, what, site, memory, (wrong,))
+        return at >> (nbytes.bit_length() - 1)
 
     def write_shared(self, at: Array, words: Array | np.uint64, size: int, site: Site) -> None:
         """Words [n, size] in bytes at [n] addresses, of any kind; or one of 8 bytes, cut, everywhere."""
-        rows = self.shared_at(at, size, "copy", site)
+        rows = self.rows_at(at, size, site, what="copy")
         whole = self.shared_rows[min(size, 8), max(size // 8, 1)]
         whole[rows] = words if isinstance(words, np.uint64) else words.view(whole.dtype)
 
-    def met(self) -> None:
-        """Threads have met: at a barrier, in a warp, or by an mbarrier."""
-        if self.generic is not None:
-            self.generic.meet()
-
     def read_async(self, at: Array, what: str, site: Site) -> None:
         """By the async proxy, at these addresses, soon."""
-        if self.generic is not None and self.generic.lacking(at):
+        if self.generic.lacking(at):
             said = "what threads wrote to shared memory is read there without a fence.proxy.async between"
-            raise self.fault("missing proxy fence", said, what, site, SHARED, (int(at.min()),))
+            raise self.window.fault("missing proxy fence", said, what, site, SHARED, (int(at.min()),))
 
     def tensor_map(self, address: int, thread: int, site: Site) -> TensorMap:
         """The descriptor there: an argument, or what the kernel has written."""
@@ -709,19 +613,19 @@ class Program:
             if not isinstance(found, TensorMap):
                 raise UnsupportedPtx(f"a tensor copy by an argument that is no descriptor, at {site}")
             return found
-        words = self.window.load(
-            address + np.arange(0, NBYTES, 4), 4, 1, np.full(NBYTES // 4, thread), "weak", "", site
-        )
+        at = address + np.arange(0, NBYTES, 4)
+        words = self.window.load(at, 4, 1, np.full(len(at), thread), "weak", "", site)
         if self.descriptors.get(address) != words.tobytes():
             said = "a copy goes by a descriptor that threads wrote without a fence.proxy.tensormap between"
-            raise self.fault("missing proxy fence", said, "tensor copy", site)
+            raise self.window.fault("missing proxy fence", said, "tensor copy", site)
         if wrong := misaligned(words):
-            raise self.fault("misaligned", f"of a tensor descriptor {wrong} is no multiple of 16", "tensor copy", site)
+            said = f"of a tensor descriptor {wrong} is no multiple of 16"
+            raise self.window.fault("misaligned", said, "tensor copy", site)
         return of_bytes(words)
 
     def barrier_at(self, place: int, site: Site) -> Barrier:
         if place not in self.barriers:
-            raise self.fault("assertion", "no mbarrier was made there", "mbarrier", site, SHARED, (place,))
+            raise self.window.fault("assertion", "no mbarrier was made there", "mbarrier", site, SHARED, (place,))
         return self.barriers[place]
 
     def land_load(self, barrier: int) -> None:
@@ -729,22 +633,6 @@ class Program:
         mine = [load for load in self.loads if load.barrier == barrier]
         if mine:
             load = self.rng.choice(mine)
-            self.loads = [each for each in self.loads if each is not load]
+            self.loads.remove(load)
             load.land(self)
             self.window.vain = 0
-
-    def fault(
-        self,
-        rule: str,
-        said: str,
-        what: str,
-        site: Site,
-        memory: str = "",
-        at: tuple[int, ...] = (),
-        cause: str = "",
-    ) -> SimulationFault:
-        """memory, at: what is accessed, and where in it."""
-        rank, launch, program = self.window.where
-        access = Access(rank, launch, program, site, what, memory, at, at, len(self.window.line.events))
-        said = f"rank {rank}, {launch}, program {program}: {said}"
-        return SimulationFault(Fault(rule, said, (access,), cause=cause))

@@ -24,24 +24,24 @@ THREADS, FENCES = (1 << THREAD_BITS) - 1, (1 << FENCE_BITS) - 1
 
 
 class GenericWrites:
-    """Of a program's shared memory, of so many bytes, by its threads."""
+    """Of a program's shared memory, of so many bytes, by its threads. read: whether the async proxy ever reads it."""
 
-    def __init__(self, nbytes: int, threads: int) -> None:
+    def __init__(self, nbytes: int, threads: int, read: bool = True) -> None:
+        self.read = read
         self.stamps = np.zeros(-(-nbytes // 4) + 4, np.int64)
         self.fences = np.zeros(threads, np.int64)
         self.meetings, self.covered = 0, 0  # covered: writes before so many meetings are fenced
 
     def write(self, at: Array, nbytes: int, threads: Array) -> None:
         """Of nbytes bytes at each address."""
-        stamps = (self.meetings << FENCE_BITS | self.fences[threads]) << THREAD_BITS | (threads + 1)
-        if nbytes <= 4:
-            self.stamps[at >> 2] = stamps
-        else:
-            self.stamps[(at >> 2)[:, None] + np.arange(nbytes // 4)] = stamps[:, None]
+        if self.read:
+            stamps = (self.meetings << FENCE_BITS | self.fences[threads]) << THREAD_BITS | (threads + 1)
+            self.stamps[(at >> 2)[:, None] + np.arange(max(1, nbytes // 4))] = stamps[:, None]
 
     def write_async(self, at: Array, nbytes: int = 4) -> None:
         """Of up to nbytes bytes at each address, by TMA or another copy that needs no fence."""
-        self.stamps[(at >> 2)[:, None] + np.arange(max(1, nbytes // 4))] = 0
+        if self.read:
+            self.stamps[(at >> 2)[:, None] + np.arange(max(1, nbytes // 4))] = 0
 
     def fence(self, threads: Array) -> None:
         self.fences[threads] += 1
@@ -55,8 +55,6 @@ class GenericWrites:
         """Whether the async proxy may not see what is at these addresses."""
         stamps = self.stamps[at >> 2]
         stamps = stamps[stamps != 0]
-        if not stamps.size:
-            return False
         fences, meetings = stamps >> THREAD_BITS & FENCES, stamps >> (THREAD_BITS + FENCE_BITS)
         unfenced = (fences == self.fences[(stamps & THREADS) - 1]) & (meetings >= self.covered)
         return bool(unfenced.any())

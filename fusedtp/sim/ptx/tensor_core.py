@@ -86,7 +86,7 @@ def products(e: Emitter, run: list[Instruction]) -> list[str] | None:
     shape, (to, a, b, c) = first.parts[3], first.parts[-4:]
     if (shape, to, a, b, c) == ("m8n8k4", "f64", "f64", "f64", "f64"):
         numbers = [tuple(_numbers(e, x) for x in i.args[:4]) for i in run]
-        return [f"S.mma_of_doubles({e.const(numbers)}, {e.mask}, {e.const(first.site)})"]
+        return [f"S.mma({e.const(numbers)}, {a!r}, {b!r}, {to!r}, {e.mask}, {e.const(first.site)})"]
     if not re.fullmatch(r"m16n8k\d+", shape) or to != c or not {a, b} <= FACTORS.get(to, set()):
         return None
     if first.has("satfinite"):
