@@ -15,7 +15,7 @@ import ast
 import linecache
 import re
 from collections import ChainMap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -24,6 +24,8 @@ from typing import NamedTuple
 from ..faults import Site
 
 WIDTHS = {"pred": 1, "8": 16, "16": 16, "32": 32, "64": 64}  # of a type's digits; no register has 8 bits
+# a line of lines or of an assembler, a brace, a label, or what ends with a semicolon
+STATEMENT = re.compile(r"\s*(\.(?:loc|pragma|section)\s[^\n]*|[{}]|[$%\w]+:(?!:)|[^;]+);?")
 LOC = (".loc ", ".loc\t")
 LOCAL, CONSTANTS = 1 << 56, 1 << 57  # generic addresses from here on
 
@@ -112,16 +114,11 @@ class Instruction:
         return UnsupportedPtx(f"the PTX machine does not know `{self.op}`{reason}\n    {self.text}\n    at {self.site}")
 
 
-@dataclass(frozen=True)
-class Parameter:
-    name: str
-    size: int
-
-
 @dataclass
 class Listing:
     """A kernel's instructions in order.
 
+    parameters  bytes of each
     registers   how many there are of each width
     labels      name -> index of the instruction that follows
     threads     of a program
@@ -131,7 +128,7 @@ class Listing:
     """
 
     name: str
-    parameters: list[Parameter]
+    parameters: dict[str, int]
     threads: int
     instructions: list[Instruction]
     labels: dict[str, int]
@@ -152,7 +149,7 @@ def parse(text: str, shared: int = 0) -> Listing:
     if threads is None:
         raise UnsupportedPtx(f"{name} does not say how many threads a program has")
     declared = re.findall(r"\.param .*?\.[a-z](\d+)\s.*?(\w+_param_\d+)(?:\[(\d+)\])?", head)
-    parameters = [Parameter(each, int(bits) // 8 * int(count or 1)) for bits, each, count in declared]
+    parameters = {each: int(bits) // 8 * int(count or 1) for bits, each, count in declared}
     reader = _Reader(name, dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.M)), shared)
     tables = _tables(text)
     constants = b""
@@ -161,15 +158,11 @@ def parse(text: str, shared: int = 0) -> Listing:
             continue
         reader.names[key] = Imm(str(CONSTANTS + len(constants)))
         constants += table + bytes(-len(table) % 16)
-    for statement in _statements(body):
-        reader.read(statement)
+    for statement in STATEMENT.findall(body):
+        reader.read(statement.strip())
     reader.finish({key: table.decode(errors="replace").rstrip("\0") for key, table in tables.items()})
-    registers = {width: count for width, count in reader.counts.items() if count}
-    sizes, labels = reader.sizes, reader.labels
-    return Listing(
-        name, parameters, int(threads[1]), reader.instructions, labels, registers, sizes["shared"], sizes["local"],
-        constants,
-    )  # fmt: skip
+    read, (shared, local) = (reader.instructions, reader.labels, reader.counts), reader.sizes.values()
+    return Listing(name, parameters, int(threads[1]), *read, shared, local, constants)
 
 
 def _enclosed(text: str) -> str:
@@ -216,32 +209,6 @@ def _functions(file: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((node.lineno, node.end_lineno or node.lineno, node.name) for node in made)
 
 
-def _statements(body: str) -> Iterator[str]:
-    """Instructions, labels, directives and the braces around inline PTX."""
-    kept = ""
-    for line in body.splitlines():
-        line = line.strip()
-        if line.startswith(LOC):
-            yield line
-            continue
-        kept = f"{kept} {line}".strip() if line else kept
-        while kept:
-            if kept[0] in "{}":
-                yield kept[0]
-                kept = kept[1:].lstrip()
-            elif label := re.match(r"[$%\w]+:(?!:)", kept):
-                yield label[0]
-                kept = kept[label.end() :].lstrip()
-            elif ";" in kept:
-                statement, _, kept = kept.partition(";")
-                yield statement.strip()
-                kept = kept.lstrip()
-            elif re.match(r"\.(pragma|section)", kept):
-                kept = ""
-            else:
-                break
-
-
 class _Reader:
     def __init__(self, name: str, files: dict[str, str], shared: int) -> None:
         self.name, self.files, self.sizes = name, files, {"shared": shared, "local": 0}
@@ -286,12 +253,9 @@ class _Reader:
 
     def _pointed_to(self, call: int) -> str:
         """The variable whose address is the first argument of a call: what st.param, cvta and mov make of it."""
-        wanted: Operand | None = None
+        wanted: Operand = Address(Symbol("param0"))
         for made in reversed(self.instructions[max(0, call - 200) : call]):
-            if wanted is None:
-                if made.op.startswith("st.param") and made.args[0] == Address(Symbol("param0")):
-                    wanted = made.args[1]
-            elif made.args and made.args[0] == wanted:
+            if made.args and made.args[0] == wanted:
                 wanted = made.args[1]
             if isinstance(wanted, Symbol):
                 return wanted.name
