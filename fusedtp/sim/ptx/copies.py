@@ -50,7 +50,7 @@ def _copy(e: Emitter, i: Instruction) -> list[str] | None:
     to, of, size, *rest = i.args
     nb = _count(size)
     read = e.read(rest[0], "u32") if rest else f"np.uint32({nb})"
-    where = f"{e.address(to, True)}, {e.address(of, False)}"
+    where = f"{e.address(to)}, {e.address(of)}"
     return [f"S.copies.issue(S, {where}, {nb}, {read}, {e.mask}, {e.const(i.site)})"]
 
 
@@ -192,17 +192,17 @@ def _mbarrier(e: Emitter, i: Instruction) -> list[str] | None:
         return None
     if what in ("init", "inval"):
         count = e.read(i.args[1], "u32") if what == "init" else "np.uint32(0)"
-        return [f"S.mbarrier_{what}({e.address(i.args[0], True)}, {count}, {e.mask}, {e.const(i.site)})"]
+        return [f"S.mbarrier_{what}({e.address(i.args[0])}, {count}, {e.mask}, {e.const(i.site)})"]
     if what in ("arrive", "expect_tx"):
         at = next(x for x in i.args if isinstance(x, Address))
         rest = i.args[i.args.index(at) + 1 :]
         bytes_ = e.read(rest[0], "u32") if i.has("expect_tx") else "np.uint32(0)"
         count = e.read(rest[0], "u32") if rest and not i.has("expect_tx") else "np.uint32(1)"
         arrivals = count if what == "arrive" else "np.uint32(0)"
-        return [f"S.mbarrier_arrive({e.address(at, True)}, {arrivals}, {bytes_}, {e.mask}, {e.const(i.site)})"]
+        return [f"S.mbarrier_arrive({e.address(at)}, {arrivals}, {bytes_}, {e.mask}, {e.const(i.site)})"]
     if what in ("try_wait", "test_wait") and i.has("parity"):
         d, where, parity = i.args[:3]
-        call = f"S.mbarrier_wait({e.address(where, True)}, {e.read(parity, 'u32')}, {e.mask}, {e.const(i.site)})"
+        call = f"S.mbarrier_wait({e.address(where)}, {e.read(parity, 'u32')}, {e.mask}, {e.const(i.site)})"
         return [f"t = {call}", *e.put(d, "pred", "t")]
     return None
 
@@ -222,9 +222,9 @@ def _bulk(e: Emitter, i: Instruction) -> list[str] | None:
     shared = i.args[0] if loads else i.args[1]
     assert isinstance(tensor, Address)
     coordinates = ", ".join(e.read(x, "s32") for x in tensor.coordinates)
-    given = f"{e.read(tensor.base, 'u64')}, {e.address(shared, True)}, [{coordinates}]"
+    given = f"{e.read(tensor.base, 'u64')}, {e.address(shared)}, [{coordinates}]"
     if loads:
-        barrier = e.address(i.args[2], True)
+        barrier = e.address(i.args[2])
         return [f"S.bulk.load(S, {given}, {barrier}, {e.mask}, {e.const(i.site)})"]
     reduces = next((part for part in i.parts if part in REDUCTIONS), "")
     if i.has("reduce") and not reduces:
