@@ -320,7 +320,7 @@ def local_case(name: str, *chosen: Variant) -> Case:
 
         return Run([work], check=lambda: [wrong for each in made for wrong in mismatches(each)])
 
-    return Case(name, make, (f"{name}_kernel",))
+    return Case(name, make)
 
 
 def mismatches(made: Local) -> list[Mismatch]:

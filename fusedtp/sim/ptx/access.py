@@ -11,38 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from .alu import TYPES, Emitter, handles, size_of, typed
+from .alu import BY_WIDTH, HALVES, SIGNED, TYPES, Emitter, dtype_of, handles, size_of, typed
 from .clocks import ALIAS, ASYNC
-from .numerics import halves
-from .parse import Address, Imm, Instruction, Operand, Reg, Symbol
+from .numerics import REDUCTIONS, halves
+from .parse import Address, Instruction, Operand, Reg, Symbol, Vector
 
 Array = np.ndarray[Any, Any]
 ORDERS = {
-    "acquire": "acquire",
-    "release": "release",
-    "acq_rel": "acq_rel",
-    "relaxed": "relaxed",
-    "volatile": "relaxed",
-    "mmio": "relaxed",
-}
-SCOPES = {
-    "cta": "cta",
-    "cluster": "cta",
-    "gpu": "gpu",
-    "gl": "gpu",
-    "sys": "sys",
-}  # a cluster is one program here
+    "acquire": "acquire", "release": "release", "acq_rel": "acq_rel", "relaxed": "relaxed",
+    "volatile": "relaxed", "mmio": "relaxed",
+}  # fmt: skip
+SCOPES = {"cta": "cta", "cluster": "cta", "gpu": "gpu", "gl": "gpu", "sys": "sys", "volatile": "sys", "mmio": "sys"}
 
 
 def order_of(i: Instruction, default: str = "weak") -> str:
     """A volatile access is a relaxed one of system scope: PTX ISA 8.4.2."""
-    return next((ORDERS[part] for part in i.parts if part in ORDERS), default)
+    return ORDERS.get(i.among(ORDERS), default)
 
 
 def scope_of(i: Instruction, default: str = "gpu") -> str:
-    if i.has("volatile", "mmio"):
-        return "sys"
-    return next((SCOPES[part] for part in i.parts if part in SCOPES), default)
+    """A cluster is one program here."""
+    return SCOPES.get(i.among(SCOPES), default)
 
 
 def is_strong(i: Instruction) -> bool:
@@ -61,7 +50,14 @@ def is_shared(i: Instruction) -> bool:
 
 
 def counted(i: Instruction) -> int:
-    return next((int(part[1:]) for part in i.parts if part in ("v2", "v4", "v8")), 1)
+    return int(i.among(("v2", "v4", "v8"), "v1")[1:])
+
+
+def _call(e: Emitter, i: Instruction, access: str, at: Operand, what: str) -> str:
+    """A load or store of the memory that the opcode names: shared, local or any other."""
+    space = "_shared" if is_shared(i) else "_local" if i.has("local") else ""
+    how = "" if space else f"{order_of(i)!r}, {scope_of(i)!r}, "
+    return f"S.{access}{space}({e.address(at)}, {what}, {e.mask}, {how}{e.const(i.site)})"
 
 
 @handles("ld", "ldu")
@@ -73,24 +69,14 @@ def _load(e: Emitter, i: Instruction) -> list[str] | None:
     if i.has("param"):
         assert isinstance(at, Address)
         if isinstance(at.base, Reg):  # one of several parameters, chosen as the kernel runs
-            chosen = f"S.chosen_parameter({e.address(at, False)}, {e.mask}, np.{TYPES[t][1].__name__})"
+            chosen = f"S.chosen_parameter({e.address(at)}, {e.mask}, {dtype_of(t)})"
             return e.put(d, t, chosen) if len(targets) == 1 else None
         assert isinstance(at.base, Symbol)
-        return [
-            line
-            for n, x in enumerate(targets)
-            for line in e.put(x, t, f"S.parameter({at.base.name!r}, {at.offset + n * nb}, np.{TYPES[t][1].__name__})")
-        ]
+        values = [f"S.parameter({at.base.name!r}, {at.offset + n * nb}, {dtype_of(t)})" for n in range(len(targets))]
+        return [line for x, value in zip(targets, values) for line in e.put(x, t, value)]
     if len(targets) != counted(i):
         raise i.unsupported("registers")
-    if is_shared(i):
-        read = f"S.load_shared({e.address(at, True)}, {nb}, {len(targets)}, {e.mask}, {e.const(i.site)})"
-    elif i.has("local"):
-        read = f"S.load_local({e.address(at, True)}, {nb}, {len(targets)}, {e.mask}, {e.const(i.site)})"
-    else:
-        order = order_of(i)
-        how = f"{order!r}, {scope_of(i)!r}, {e.const(i.site)}"
-        read = f"S.load({e.address(at, False)}, {nb}, {len(targets)}, {e.mask}, {how})"
+    read = _call(e, i, "load", at, f"{nb}, {len(targets)}")
     return [f"v = {read}", *(line for n, x in enumerate(targets) for line in into(e, x, t, f"v[:, {n}]"))]
 
 
@@ -98,70 +84,56 @@ def into(e: Emitter, x: Operand, t: str, value: str) -> list[str]:
     """What the lanes that took part got, as bits, into a register; extended by its sign for s types."""
     if not isinstance(x, Reg):
         return []
-    signed = t[0] == "s"
-    view = {16: "hz", 32: "us", 64: "UI"}[x.width][signed]
-    value = f"{value}.view(np.int{8 * size_of(t)})" if signed else value
-    masked = "..." if e.mask == "True" else e.mask
-    return [f"{view}[{x.number}][{masked}] = {value}"]
+    if t[0] == "s":
+        value = f"{value}.view({dtype_of(t)})"
+    view = (SIGNED if t[0] == "s" else BY_WIDTH)[x.width]
+    return [f"{view}[{x.number}][{'...' if e.mask == 'True' else e.mask}] = {value}"]
 
 
 @handles("st")
 def _store(e: Emitter, i: Instruction) -> list[str] | None:
-    t, (at, value, *_) = typed(i), i.args
-    nb = size_of(t)
     if i.has("param"):
         return []  # an argument of a call
     if i.has("async"):
         return None
-    words = ", ".join(e.read(x, f"b{8 * nb}") for x in e.items(value))
-    if is_shared(i):
-        return [f"S.store_shared({e.address(at, True)}, [{words}], {nb}, {e.mask}, {e.const(i.site)})"]
-    if i.has("local"):
-        return [f"S.store_local({e.address(at, True)}, [{words}], {nb}, {e.mask}, {e.const(i.site)})"]
-    order = order_of(i)
-    how = f"{order!r}, {scope_of(i)!r}, {e.const(i.site)}"
-    return [f"S.store({e.address(at, False)}, [{words}], {nb}, {e.mask}, {how})"]
+    t, (at, value, *_) = typed(i), i.args
+    nb = size_of(t)
+    return [_call(e, i, "store", at, f"[{e.reads(e.items(value), f'b{8 * nb}')}], {nb}")]
 
 
-ATOMICS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+ATOMICS = (*REDUCTIONS, "exch", "cas", "inc", "dec")
 
 
 @handles("atom", "red")
 def _atomic(e: Emitter, i: Instruction) -> list[str] | None:
-    t = typed(i)
-    args = list(i.args)
-    d = args.pop(0) if i.root == "atom" else Imm("_")
-    at, *values = args
-    operation = next((part for part in i.parts if part in ATOMICS), "")
+    t, operation = typed(i), i.among(ATOMICS)
+    d, at, *values = i.args if i.root == "atom" else (Symbol("_"), *i.args)
     if not operation or i.has("b128", "async"):
         return None
-    count, nb = counted(i), size_of(t)
+    assert isinstance(at, Address)
+    nb, count = size_of(t), counted(i)
     operands = [[e.read(x, t) for x in e.items(value)] for value in values[: 2 if operation == "cas" else 1]]
-    lines, targets = [], e.items(d)
-    for n in range(count):
-        given = ", ".join(each[n] for each in operands)
-        where = f"{e.address(at, False)} + {e.const(np.int64(n * nb))}" if n else e.address(at, False)
+    lines = []
+    for n, x in enumerate(e.items(d) if isinstance(d, Vector) else (d,) * count):
+        where = e.address(at._replace(offset=at.offset + n * nb))
+        what = f"{operation!r}, {t!r}, {where}, [{', '.join(each[n] for each in operands)}], {e.mask}"
         if is_shared(i):
-            call = f"S.atomic_shared({operation!r}, {t!r}, {where}, [{given}], {e.mask}, {e.const(i.site)})"
+            call = f"S.atomic_shared({what}, {e.const(i.site)})"
         else:
+            how = f"{order_of(i, 'relaxed')!r}, {scope_of(i)!r}, {e.const(i.site)}"
             reads = operation != "exch" or d not in e.unread
-            how = f"{order_of(i, 'relaxed')!r}, {scope_of(i)!r}, {e.const(i.site)}, {i.root == 'atom'}, {reads}"
-            call = f"S.atomic({operation!r}, {t!r}, {where}, [{given}], {e.mask}, {how})"
-        lines.append(f"v = {call}")
-        if isinstance(targets[min(n, len(targets) - 1)], Reg):
-            lines += into(e, targets[n], f"b{8 * nb}", "v")
+            call = f"S.atomic({what}, {how}, {i.root == 'atom'}, {reads})"
+        lines += [f"v = {call}", *into(e, x, f"b{8 * nb}", "v")]
     return lines
 
 
 def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dtype[Any]]:
     """new(number, old) of an atomic, None where it leaves the word, and the type of it. PTX ISA 9.7.13.5."""
-    dtype = np.dtype(TYPES[t][1])
-    a = given[0]
-    if t in ("bf16", "bf16x2", "f16x2"):
+    dtype, (a, *swap) = np.dtype(TYPES[t][1]), given
+    if t in HALVES:
         return lambda n, old: halves(operation, t, False, False, old, a[n]), dtype
     if operation == "cas":
-        swap = given[1]
-        return lambda n, old: swap[n] if old == a[n] else None, dtype
+        return lambda n, old: swap[0][n] if old == a[n] else None, dtype
     function = FUNCTIONS[operation]
     return lambda n, old: function(old, a[n]), dtype
 
@@ -181,8 +153,7 @@ def _fence(e: Emitter, i: Instruction) -> list[str] | None:
             return [f"S.fence_proxy({e.mask}, {ALIAS})"]
         if i.has("tensormap::generic"):
             if i.has("acquire"):
-                where = f"{e.address(i.args[0], False)}, {e.mask}, {scope_of(i)!r}, {e.const(i.site)}"
-                return [f"S.acquire_map({where})"]
+                return [f"S.acquire_map({e.address(i.args[0])}, {e.mask}, {scope_of(i)!r}, {e.const(i.site)})"]
             return [f"S.fence({e.mask}, 'release', {scope_of(i)!r})"]
         if i.has("async::generic"):  # one way, of shared memory alone; to the async proxy it is the release
             return [f"S.fence_shared({e.mask})"] if i.has("release") else []
@@ -202,35 +173,36 @@ def _warp(e: Emitter, i: Instruction) -> list[str] | None:
     return [f"S.meet_warps({e.mask})"]
 
 
+def _and_whether(e: Emitter, d: Operand, call: str) -> list[str]:
+    """A value and a predicate to d, which may be d|p."""
+    lines = [line for x, t, v in zip(e.items(d), ("b32", "pred"), "vt") for line in e.put(x, t, v)]
+    return [f"v, t = {call}", *lines]
+
+
 @handles("shfl")
 def _shuffle(e: Emitter, i: Instruction) -> list[str] | None:
     d, a, b, c = i.args[:4]
-    both = e.items(d)
-    kind = next(part for part in i.parts if part in ("up", "down", "bfly", "idx"))
-    lines = [f"v, t = S.shuffle({kind!r}, {e.read(a, 'b32')}, {e.read(b, 'u32')}, {e.read(c, 'u32')})"]
-    return lines + [line for x, t, v in zip(both, ("b32", "pred"), "vt") for line in e.put(x, t, v)]
+    kind = i.among(("up", "down", "bfly", "idx"))
+    return _and_whether(e, d, f"S.shuffle({kind!r}, {e.read(a, 'b32')}, {e.reads((b, c), 'u32')})") if kind else None
 
 
 @handles("vote")
 def _vote(e: Emitter, i: Instruction) -> list[str] | None:
     d, p = i.args[:2]
-    kind = next(part for part in i.parts if part in ("ballot", "all", "any", "uni"))
-    t = "b32" if kind == "ballot" else "pred"
-    return e.put(d, t, f"S.vote({kind!r}, {e.read(p, 'pred')}, {e.mask})")
+    kind = i.among(("ballot", "all", "any", "uni"))
+    call = f"S.vote({kind!r}, {e.read(p, 'pred')}, {e.mask})"
+    return e.put(d, "b32" if kind == "ballot" else "pred", call) if kind else None
 
 
 @handles("match")
 def _match(e: Emitter, i: Instruction) -> list[str] | None:
     """Lanes of the warp that take part and hold the same; of `all`: whether all hold the same. PTX ISA 9.7.13.10."""
-    both, t, kind = e.items(i.args[0]), typed(i), "all" if i.has("all") else "any"
-    lines = [f"v, t = S.match({kind!r}, {e.read(i.args[1], t)}, {e.mask})"]
-    return lines + [line for x, t, v in zip(both, ("b32", "pred"), "vt") for line in e.put(x, t, v)]
+    return _and_whether(e, i.args[0], f"S.match({i.among(('all', 'any'))!r}, {e.read(i.args[1], typed(i))}, {e.mask})")
 
 
 @handles("redux")
 def _reduce(e: Emitter, i: Instruction) -> list[str] | None:
-    t = typed(i)
-    operation = next((part for part in i.parts if part in ("add", "min", "max", "and", "or", "xor")), "")
+    t, operation = typed(i), i.among(REDUCTIONS)
     if not operation or i.has("NaN", "abs"):
         return None
     return e.put(i.args[0], t, f"S.reduce({operation!r}, {e.read(i.args[1], t)}, {e.mask})")
@@ -239,9 +211,7 @@ def _reduce(e: Emitter, i: Instruction) -> list[str] | None:
 @handles("elect")
 def _elect(e: Emitter, i: Instruction) -> list[str] | None:
     """The lowest lane of the warp that takes part."""
-    both = e.items(i.args[0])
-    lines = [f"v, t = S.elect({e.mask})"]
-    return lines + [line for x, t, v in zip(both, ("b32", "pred"), "vt") for line in e.put(x, t, v)]
+    return _and_whether(e, i.args[0], f"S.elect({e.mask})")
 
 
 @handles("activemask")
@@ -249,15 +219,12 @@ def _active(e: Emitter, i: Instruction) -> list[str] | None:
     return e.put(i.args[0], "b32", f"S.vote('ballot', np.bool_(True), {e.mask})")
 
 
-@handles("nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "pragma", "setmaxnreg", "griddepcontrol")
+@handles(
+    "nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "createpolicy", "setmaxnreg", "griddepcontrol"
+)
 def _nothing(e: Emitter, i: Instruction) -> list[str] | None:
-    """Changes no value. griddepcontrol: launches of a stream run one after another here."""
+    """No access heeds a policy; launches of a stream run one after another here."""
     return []
-
-
-@handles("createpolicy")
-def _policy(e: Emitter, i: Instruction) -> list[str] | None:
-    return e.put(i.args[0], "b64", e.const(TYPES["b64"][1](0)))
 
 
 @handles("trap")
@@ -266,7 +233,7 @@ def _trap(e: Emitter, i: Instruction) -> list[str] | None:
 
 
 @handles("call")
-def _call(e: Emitter, i: Instruction) -> list[str] | None:
+def _assert(e: Emitter, i: Instruction) -> list[str] | None:
     """Of __assertfail alone, which a device_assert that fails comes to: CUDA C++ Programming Guide, "Assertion"."""
     name = next((x.name for x in i.args if isinstance(x, Symbol)), "")
     if name != "__assertfail":

@@ -15,13 +15,12 @@ roundings are those of sums and products of fp32, and of conversions that fp64 h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from .numerics import COMPARISONS
-from .parse import LOCAL, Address, Imm, Instruction, Operand, Reg, Special, Symbol, Vector
+from .parse import LOCAL, Address, Imm, Instruction, Operand, Reg, Special, Symbol, UnsupportedPtx, Vector
 
 TYPES: dict[str, tuple[str, Any]] = {
     "b16": ("h", np.uint16), "u16": ("h", np.uint16), "s16": ("z", np.int16), "f16": ("g", np.float16),
@@ -38,6 +37,9 @@ COMPARED = dict(
     lo="less", ls="less_equal", hi="greater", hs="greater_equal",
 )  # fmt: skip
 
+READ_BY_ASSERT = ("assertMessage_", "assertFile_", "assertFunc_")  # by __assertfail alone, see parse
+FLOATS = ("f16", "bf16", "f32", "f64")
+HALVES = ("bf16", "bf16x2", "f16x2")  # words that numpy has no numbers for
 DIRECTED = ("rz", "rm", "rp")  # roundings that numpy has not
 TO_NEAREST = ("div", "rcp", "sqrt", "rsqrt")
 
@@ -58,6 +60,11 @@ def handles(*roots: str) -> Callable[[Handler], Handler]:
 def size_of(type_name: str) -> int:
     """Bytes of a type."""
     return int(np.dtype(TYPES[type_name][1]).itemsize)
+
+
+def dtype_of(type_name: str) -> str:
+    """numpy's name of a type, for a line of Python."""
+    return f"np.{TYPES[type_name][1].__name__}"
 
 
 def typed(i: Instruction) -> str:
@@ -85,6 +92,9 @@ class Emitter:
         self.constants.append(np.asarray(value) if isinstance(value, np.generic) else value)
         return f"K[{len(self.constants) - 1}]"
 
+    def literal(self, value: int, t: str) -> str:
+        return self.const(TYPES[t][1](value))
+
     def guarded(self, i: Instruction) -> list[str]:
         """Lines of Python. Raises UnsupportedPtx."""
         if i.guard is None:
@@ -92,12 +102,8 @@ class Emitter:
         self.mask = "k"
         body = self.one(i)
         self.mask = self.lanes
-        taken = f"{'~' if i.negated else ''}p[{i.guard.number}]"
-        return [
-            f"k = {taken}" if self.lanes == "True" else f"k = {taken} & m",
-            "if np.count_nonzero(k):",
-            *(f"    {line}" for line in body),
-        ]
+        taken = f"{'~' if i.negated else ''}p[{i.guard.number}]{'' if self.lanes == 'True' else ' & m'}"
+        return [f"k = {taken}", "if np.count_nonzero(k):", *(f"    {line}" for line in body or ["pass"])]
 
     def one(self, i: Instruction) -> list[str]:
         handler = HANDLERS.get(i.root)
@@ -105,9 +111,9 @@ class Emitter:
             raise i.unsupported()
         try:
             lines = handler(self, i)
+        except UnsupportedPtx:
+            raise
         except (KeyError, IndexError, ValueError, TypeError, AssertionError) as error:
-            if type(error).__name__ == "UnsupportedPtx":
-                raise
             raise i.unsupported(f"{type(error).__name__}: {error}") from None
         if lines is None:
             raise i.unsupported()
@@ -124,21 +130,22 @@ class Emitter:
                 return f"{view}[{x.number}]"
             if x.width > width:
                 low = f"{BY_WIDTH[x.width]}[{x.number}].astype(np.uint{width})"
-                return low if np.dtype(dtype).kind == "u" else f"{low}.view(np.{np.dtype(dtype).name})"
+                return low if np.dtype(dtype).kind == "u" else f"{low}.view({dtype_of(t)})"
             raise ValueError(f"{x.name} as {t}")
         if isinstance(x, Imm):
             return self.const(number(x.text, t))
-        if isinstance(x, Special) and x.name.startswith("envreg"):
-            return f"S.parameter({'%' + x.name!r}, 0, np.uint32)"
         if isinstance(x, Special):
-            return f"S.special({x.name!r})"
-        if isinstance(x, Symbol) and x.name == "global_smem":
-            return self.const(dtype(0))
-        if isinstance(x, Symbol) and x.name.startswith(("assertMessage_", "assertFile_", "assertFunc_")):
-            return self.const(dtype(0))  # read by no one but __assertfail, see parse
+            parameter = f"S.parameter({'%' + x.name!r}, 0, np.uint32)"
+            return parameter if x.name.startswith("envreg") else f"S.special({x.name!r})"
+        if isinstance(x, Symbol) and (x.name == "global_smem" or x.name.startswith(READ_BY_ASSERT)):
+            return self.literal(0, t)
         if isinstance(x, Symbol) and "_param_" in x.name:
-            return f"np.{np.dtype(dtype).name}(S.parameter_address({x.name!r}))"
+            return f"{dtype_of(t)}(S.parameter_address({x.name!r}))"
         raise ValueError(f"operand {x}")
+
+    def reads(self, given: Iterable[Operand], t: str) -> str:
+        """Operands as arguments of a function."""
+        return ", ".join(self.read(x, t) for x in given)
 
     def target(self, x: Operand, t: str) -> str:
         """A register that is written as type t."""
@@ -148,7 +155,7 @@ class Emitter:
 
     def put(self, x: Operand, t: str, value: str) -> list[str]:
         """Assign: a register that is wider than t is extended, by sign for s types, as ld and cvt do."""
-        if isinstance(x, Special | Symbol) or (isinstance(x, Imm) and x.text == "_"):
+        if isinstance(x, Special | Symbol):  # such as _
             return []
         if isinstance(x, Reg) and t != "pred" and x.width > 8 * size_of(t):
             target = f"{(SIGNED if t[0] == 's' else BY_WIDTH)[x.width]}[{x.number}]"
@@ -163,18 +170,16 @@ class Emitter:
         masked = "" if self.mask == "True" else f", where={self.mask}"
         return [f"np.{function}({', '.join(given)}, out={self.target(x, t)}{masked})"]
 
-    def address(self, x: Operand, shared: bool) -> str:
+    def address(self, x: Operand) -> str:
         """int64 of every lane."""
         assert isinstance(x, Address)
         base = x.base
-        if isinstance(base, Symbol | Imm):
-            if isinstance(base, Symbol) and base.name != "global_smem":
-                raise ValueError(f"operand {base}")
+        if isinstance(base, Imm) or base == Symbol("global_smem"):
             return f"np.full(S.count, {x.offset + (int(base.text, 0) if isinstance(base, Imm) else 0)}, np.int64)"
-        if isinstance(base, Reg) and base.width == 64:
-            at = f"I[{base.number}]"
-        else:
-            at = f"{self.read(base, 'u32')}.astype(np.int64)"
+        if isinstance(base, Symbol):
+            raise ValueError(f"operand {base}")
+        wide = isinstance(base, Reg) and base.width == 64
+        at = self.read(base, "s64") if wide else f"{self.read(base, 'u32')}.astype(np.int64)"
         return f"{at} + {self.const(np.int64(x.offset))}" if x.offset else at
 
     @staticmethod
@@ -194,50 +199,66 @@ def number(text: str, t: str) -> Any:
         return np.bool_(text == "true" if text in ("true", "false") else int(text, 0))
     if dtype.kind == "f" and not text.lower().startswith("0x"):
         return dtype.type(float(text))
-    bits = 8 * dtype.itemsize
-    value = int(text.rstrip("U"), 0) & ((1 << bits) - 1)
-    return np.array(value, f"u{bits // 8}").view(dtype)[()]
+    value = int(text.rstrip("U"), 0) % (1 << 8 * dtype.itemsize)
+    return np.array(value, f"u{dtype.itemsize}").view(dtype)[()]
 
 
 # -- arithmetic: 9.7.1, 9.7.3 ------------------------------------------------------------------------------------------
 
 
-@handles("add", "sub", "mul", "min", "max", "and", "or", "xor")
-def _binary(e: Emitter, i: Instruction) -> list[str] | None:
-    r, t, (d, a, b) = i.root, typed(i), i.args[:3]
+@handles("add", "sub", "mul", "min", "max", "and", "or", "xor", "mad", "fma", "div", "rem")
+def _arithmetic(e: Emitter, i: Instruction) -> list[str] | None:
+    r, t, (d, *given) = i.root, typed(i), i.args
     if i.has("cc"):
         return _carried(e, i)
     if i.has(*DIRECTED):
         return _directed(e, i)
-    if i.has("bf16", "bf16x2", "f16x2", "sat", "global") or (r in ("min", "max") and len(i.args) > 3):
-        return _halves(e, i)
-    if r == "mul" and i.has("wide"):
-        return e.put(d, WIDE[t], f"{e.read(a, t)}.astype({WIDER[t]}) * {_const_or(e, b, t)}")
-    if r == "mul" and i.has("hi"):
-        return e.put(d, t, f"mul_hi({e.read(a, t)}, {e.read(b, t)})")
-    if r in ("add", "sub", "mul") and t[0] == "s":
+    floats = t in FLOATS or t in HALVES
+    if len(given) != (3 if r in ("mad", "fma") else 2) or (r in OF_INTEGERS if floats else r == "fma"):
+        return None
+    if i.has("sat") and (r, t) != ("fma", "f32"):
+        return None
+    if r != "div" and (t in HALVES or (r, t) == ("fma", "f16")):
+        how = f"{r!r}, {t!r}, {i.has('relu')}, {i.has('NaN')}"
+        return e.put(d, t, f"halves({how}, {e.reads(given, t)})")
+    if i.has("wide"):
+        product = " * ".join(_widened(e, x, t) for x in given[:2])
+        return e.put(d, WIDE[t], " + ".join([product, *(e.read(x, WIDE[t]) for x in given[2:])]))
+    if t[0] == "s" and r in ("add", "sub", "mul", "mad") and not i.has("hi"):
         t = "u" + t[1:]  # the same bits, and no overflow
+    x, y, *z = (e.read(each, t) for each in given)
+    if i.has("hi"):
+        return e.put(d, t, " + ".join([f"mul_hi({x}, {y})", *z]))
     if i.has("abs", "xorsign"):
-        return e.put(d, t, f"xorsign({r!r}, {e.read(a, t)}, {e.read(b, t)})") if i.has("xorsign") else None
+        return e.put(d, t, f"xorsign({r!r}, {x}, {y})") if i.has("xorsign") else None
     if r in ("min", "max"):
-        relu = i.has("relu")
-        name = r if t[0] != "f" or i.has("NaN") else "f" + r
-        name = name if name.startswith("f") else name + "imum"
-        made = e.call(name, d, t, e.read(a, t), e.read(b, t))
-        return made + (e.call("maximum", d, t, e.target(d, t), e.const(TYPES[t][1](0))) if relu else [])
-    name = dict(add="add", sub="subtract", mul="multiply").get(r) or f"bitwise_{r}"
-    return e.call(name, d, t, e.read(a, t), e.read(b, t))
+        made = e.call(f"f{r}" if t[0] == "f" and not i.has("NaN") else f"{r}imum", d, t, x, y)
+        return made + (e.call("maximum", d, t, e.target(d, t), e.literal(0, t)) if i.has("relu") else [])
+    if r == "fma" and t == "f32":
+        value = f"np.multiply({x}, {y}, dtype=np.float64) + {z[0]}"
+        return e.put(d, t, f"limited({value})" if i.has("sat") else value)
+    if r == "fma":
+        return e.put(d, t, f"exact_fma({x}, {y}, {z[0]})")
+    if r == "mad":
+        return e.put(d, t, f"{x} * {y} + {z[0]}")
+    if r in ("div", "rem") and not floats:
+        return e.put(d, t, f"{r}_towards_zero({x}, {y})")
+    return e.call(BINARY[r], d, t, x, y)
 
 
+OF_INTEGERS = ("mad", "rem", "and", "or", "xor")
+BINARY = {
+    "add": "add", "sub": "subtract", "mul": "multiply", "div": "divide",
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+}  # fmt: skip
 WIDE = {"s32": "s64", "u32": "u64", "s16": "s32", "u16": "u32"}
-WIDER = {"s32": "np.int64", "u32": "np.uint64", "s16": "np.int32", "u16": "np.uint32"}
 
 
-def _const_or(e: Emitter, x: Operand, t: str) -> str:
-    """An operand of type t, widened."""
+def _widened(e: Emitter, x: Operand, t: str) -> str:
+    """An operand of type t, in twice the bits."""
     if isinstance(x, Imm):
-        return e.const(np.dtype(WIDER[t][3:]).type(number(x.text, t)))
-    return f"{e.read(x, t)}.astype({WIDER[t]})"
+        return e.const(TYPES[WIDE[t]][1](number(x.text, t)))
+    return f"{e.read(x, t)}.astype({dtype_of(WIDE[t])})"
 
 
 @handles("addc", "madc")
@@ -255,85 +276,58 @@ def _carried(e: Emitter, i: Instruction) -> list[str] | None:
     return lines + ([f"np.copyto(S.carry, v >> np.uint64(32) != 0, where={e.mask})"] if i.has("cc") else [])
 
 
-@handles("mad", "fma")
-def _multiply_add(e: Emitter, i: Instruction) -> list[str] | None:
-    t, (d, a, b, c) = typed(i), i.args
-    if i.has("cc"):
-        return _carried(e, i)
-    if i.has(*DIRECTED):
-        return _directed(e, i)
-    if i.root == "fma":
-        x, y, z = (e.read(each, t) for each in (a, b, c)) if t in ("f32", "f64") else ("", "", "")
-        if t == "f32":
-            made = f"np.multiply({x}, {y}, dtype=np.float64) + {z}"
-            return e.put(d, t, f"limited({made})" if i.has("sat") else made)
-        return e.put(d, t, f"exact_fma({x}, {y}, {z})") if t == "f64" else _halves(e, i)
-    if i.has("wide"):
-        wide = WIDE[t]
-        return e.put(d, wide, f"{e.read(a, t)}.astype({WIDER[t]}) * {_const_or(e, b, t)} + {e.read(c, wide)}")
-    if i.has("hi"):
-        return e.put(d, t, f"mul_hi({e.read(a, t)}, {e.read(b, t)}) + {e.read(c, t)}")
-    if t[0] == "f":
-        return None
-    t = "u" + t[1:]
-    return e.put(d, t, f"{e.read(a, t)} * {e.read(b, t)} + {e.read(c, t)}")
-
-
 def _directed(e: Emitter, i: Instruction) -> list[str] | None:
     """Sums and products of fp32, towards zero or an infinity."""
     if typed(i) != "f32" or i.root not in ("add", "sub", "mul", "fma") or i.has("sat"):
         return None
-    rounding = next(part for part in i.parts if part in DIRECTED)
-    given = ", ".join(e.read(x, "f32") for x in i.args[1:])
-    return e.put(i.args[0], "f32", f"directed({rounding!r}, {i.root!r}, {given})")
+    return e.put(i.args[0], "f32", f"directed({i.among(DIRECTED)!r}, {i.root!r}, {e.reads(i.args[1:], 'f32')})")
 
 
-def _halves(e: Emitter, i: Instruction) -> list[str] | None:
-    """Arithmetic of bf16, bf16x2 and f16x2: in fp32, rounded once."""
-    if i.root not in ("add", "sub", "mul", "min", "max", "fma") or i.has("cc", "sat"):
-        return None
-    t = next(part for part in reversed(i.parts) if part in ("bf16", "bf16x2", "f16x2", "f16"))
-    given = ", ".join(e.read(x, t) for x in i.args[1:])
-    relu = i.has("relu")
-    return e.put(i.args[0], t, f"halves({i.root!r}, {t!r}, {relu}, {i.has('NaN')}, {given})")
+UNARY = dict(
+    neg="negative", abs="absolute", sqrt="sqrt", ex2="exp2", lg2="log2", sin="sin", cos="cos", tanh="tanh",
+)  # fmt: skip
 
 
-@handles("neg", "abs", "not", "sqrt", "rsqrt", "rcp", "ex2", "lg2", "sin", "cos", "tanh", "popc", "clz", "brev")
+@handles("not", "rsqrt", "rcp", *UNARY)
 def _unary(e: Emitter, i: Instruction) -> list[str] | None:
     r, t, (d, a) = i.root, typed(i), i.args
-    if r in ("popc", "clz", "brev"):
-        return e.put(d, "b32" if r != "brev" else t, f"{r}({e.read(a, t)})")
+    x = e.read(a, t)
     if r == "not":
-        return e.call("logical_not" if t == "pred" else "invert", d, t, e.read(a, t))
-    if t in ("bf16", "bf16x2", "f16x2"):
+        return e.call("logical_not" if t == "pred" else "invert", d, t, x)
+    if t in HALVES:
         if r in ("ex2", "tanh"):
-            return e.put(d, t, f"halves({r!r}, {t!r}, False, False, {e.read(a, t)})")
-        if r not in ("neg", "abs"):
-            return None
-        sign = {"bf16": 0x8000, "bf16x2": 0x80008000, "f16x2": 0x80008000}[t]
-        bits = TYPES[t][1](sign)
-        how = f"^ {e.const(bits)}" if r == "neg" else f"& {e.const(~bits)}"
-        return e.put(d, t, f"{e.read(a, t)} {how}")
+            return e.put(d, t, f"halves({r!r}, {t!r}, False, False, {x})")
+        sign = TYPES[t][1](0x8000 if t == "bf16" else 0x80008000)
+        how = dict(neg=f"^ {e.const(sign)}", abs=f"& {e.const(~sign)}").get(r)
+        return e.put(d, t, f"{x} {how}") if how else None
     if r == "rcp":
-        return e.call("divide", d, t, e.const(TYPES[t][1](1)), e.read(a, t))
+        return e.call("divide", d, t, e.literal(1, t), x)
     if r == "rsqrt":
-        return e.put(d, t, f"(1 / np.sqrt({e.read(a, t)}.astype(np.float64))).astype(np.{np.dtype(TYPES[t][1])})")
-    names = dict(neg="negative", abs="absolute", ex2="exp2", lg2="log2")
-    return e.call(names.get(r, r), d, t, e.read(a, t))
+        return e.put(d, t, f"(1 / np.sqrt({x}.astype(np.float64))).astype({dtype_of(t)})")
+    return e.call(UNARY[r], d, t, x)
 
 
-@handles("div", "rem")
-def _divide(e: Emitter, i: Instruction) -> list[str] | None:
-    t, (d, a, b) = typed(i), i.args
-    if t[0] == "f":
-        return e.call("divide", d, t, e.read(a, t), e.read(b, t)) if i.root == "div" else None
-    return e.put(d, t, f"{i.root}_towards_zero({e.read(a, t)}, {e.read(b, t)})")
+# the value that an opcode makes, its type, and the types as which operands are read; t: the opcode's own
+FORMULAS = {
+    "copysign": ("np.copysign({1}, {0})", "t", "t t"),
+    "popc": ("popc({})", "b32", "t"),
+    "clz": ("clz({})", "b32", "t"),
+    "brev": ("brev({})", "t", "t"),
+    "bfe": ("bit_field({}, {}, {})", "t", "t u32 u32"),
+    "bfi": ("insert_field({}, {}, {}, {})", "t", "t t u32 u32"),
+    "prmt": ("permute({}, {}, {})", "b32", "u32 u32 u32"),
+    "selp": ("np.where({2}, {0}, {1})", "t", "t t pred"),
+}
 
 
-@handles("copysign")
-def _copysign(e: Emitter, i: Instruction) -> list[str] | None:
-    t, (d, a, b) = typed(i), i.args
-    return e.call("copysign", d, t, e.read(b, t), e.read(a, t))
+@handles(*FORMULAS)
+def _formula(e: Emitter, i: Instruction) -> list[str] | None:
+    if i.root == "prmt" and i.op != "prmt.b32":
+        return None
+    t, (d, *given) = typed(i), i.args
+    formula, to, types = FORMULAS[i.root]
+    operands = [e.read(x, t if each == "t" else each) for x, each in zip(given, types.split(), strict=True)]
+    return e.put(d, t if to == "t" else to, formula.format(*operands))
 
 
 # -- logic and shifts: 9.7.8 -------------------------------------------------------------------------------------------
@@ -344,43 +338,18 @@ def _shift(e: Emitter, i: Instruction) -> list[str] | None:
     """Shifts by the width or more give 0, or the sign."""
     t, (d, a, b) = typed(i), i.args
     bits, left = 8 * size_of(t), i.root == "shl"
-    name = "left_shift" if left else "right_shift"
-    if isinstance(b, Imm):
-        by = min(int(b.text, 0), bits)
-        if by < bits:
-            return e.call(name, d, t, e.read(a, t), e.const(TYPES[t][1](by)))
-        if left or t[0] != "s":
-            return e.put(d, t, e.const(TYPES[t][1](0)))
-        return e.call(name, d, t, e.read(a, t), e.const(TYPES[t][1](bits - 1)))
-    return e.put(d, t, f"shift({left}, {e.read(a, t)}, {e.read(b, 'u32')})")
+    if not isinstance(b, Imm):
+        return e.put(d, t, f"shift({left}, {e.read(a, t)}, {e.read(b, 'u32')})")
+    by = int(b.text, 0)
+    if by >= bits and (left or t[0] != "s"):
+        return e.put(d, t, e.literal(0, t))
+    return e.call("left_shift" if left else "right_shift", d, t, e.read(a, t), e.literal(min(by, bits - 1), t))
 
 
 @handles("shf")
 def _funnel(e: Emitter, i: Instruction) -> list[str] | None:
-    d, a, b, c = i.args
-    left, wrap = i.has("l"), i.has("wrap")
-    return e.put(d, "b32", f"funnel({left}, {wrap}, *({', '.join(e.read(x, 'u32') for x in (a, b, c))}))")
-
-
-@handles("bfe")
-def _extract(e: Emitter, i: Instruction) -> list[str] | None:
-    t, (d, a, b, c) = typed(i), i.args
-    return e.put(d, t, f"bit_field({e.read(a, t)}, {e.read(b, 'u32')}, {e.read(c, 'u32')})")
-
-
-@handles("bfi")
-def _insert(e: Emitter, i: Instruction) -> list[str] | None:
-    t, (d, a, b, c, n) = typed(i), i.args
-    given = f"{e.read(a, t)}, {e.read(b, t)}, {e.read(c, 'u32')}, {e.read(n, 'u32')}"
-    return e.put(d, t, f"insert_field({given})")
-
-
-@handles("prmt")
-def _permute(e: Emitter, i: Instruction) -> list[str] | None:
-    if i.op != "prmt.b32":
-        return None
     d, *given = i.args
-    return e.put(d, "b32", f"permute({', '.join(e.read(x, 'u32') for x in given)})")
+    return e.put(d, "b32", f"funnel({i.has('l')}, {i.has('wrap')}, {e.reads(given, 'u32')})")
 
 
 @handles("lop3")
@@ -391,7 +360,7 @@ def _lookup(e: Emitter, i: Instruction) -> list[str] | None:
     bits = int(table.text, 0)
     upper, lower = (half.format(y=y, z=z) for half in (LOGIC[bits >> 4], LOGIC[bits & 15]))
     if upper == lower:
-        return e.put(d, "b32", f"{upper} | {e.const(np.uint32(0))}")
+        return e.put(d, "b32", upper)
     parts = [f"({x} & ({upper}))" if bits >> 4 else "", f"(~{x} & ({lower}))" if bits & 15 else ""]
     return e.put(d, "b32", " | ".join(filter(None, parts)))
 
@@ -408,48 +377,41 @@ LOGIC = (
 
 @handles("setp")
 def _compare(e: Emitter, i: Instruction) -> list[str] | None:
-    t = typed(i)
-    d, a, b, *third = i.args
+    t, (d, a, b, *third) = typed(i), i.args
     x, y = e.read(a, t), e.read(b, t)
     if t == "bf16":
         x, y = f"from_bf16({x})", f"from_bf16({y})"
-    kind = i.parts[1]
-    both = e.items(d)
-    plain = not third and len(both) == 1
-    if kind in COMPARED and plain and not (kind == "ne" and t in FLOATS):
+    kind, targets = i.parts[1], e.items(d)
+    if kind in COMPARED and not third and len(targets) == 1 and not (kind == "ne" and t in FLOATS):
         return e.call(COMPARED[kind], d, "pred", x, y)
-    floats = t[0] == "f" or t == "bf16"
-    if kind in COMPARED:  # ordered: false with a NaN
-        test = f"np.{COMPARED[kind]}({x}, {y})"
-        test = f"({test} & ~np.isnan({x}) & ~np.isnan({y}))" if floats and kind == "ne" else test
-    elif kind in ("num", "nan"):
-        test = f"(np.isnan({x}) | np.isnan({y}))"
-        test = f"~{test}" if kind == "num" else test
-    elif kind[:-1] in COMPARED and kind[-1] == "u":
-        test = f"(np.{COMPARED[kind[:-1]]}({x}, {y}) | np.isnan({x}) | np.isnan({y}))"
-    else:
-        return None
-    lines = [f"t = {test}"]
-    values = ["t", "~t"][: len(both)]
+    values = ["t", "~t"]
     if third:
         sign = {"and": "&", "or": "|", "xor": "^"}[i.parts[2]]
         values = [f"({value}) {sign} {e.read(third[0], 'pred')}" for value in values]
-    return lines + [line for x_, value in zip(both, values) for line in e.put(x_, "pred", value)]
+    lines = [line for target, value in zip(targets, values) for line in e.put(target, "pred", value)]
+    return [f"t = {_test(kind, x, y, t in FLOATS)}", *lines]
+
+
+def _test(kind: str, x: str, y: str, floats: bool) -> str:
+    """Those that end in u, and nan alone, hold where x or y is a NaN. PTX ISA 9.7.6, comparisons."""
+    unordered = f"np.isnan({x}) | np.isnan({y})"
+    if kind in ("num", "nan"):
+        return unordered if kind == "nan" else f"~({unordered})"
+    test = f"np.{COMPARED[kind.removesuffix('u')]}({x}, {y})"
+    if kind == "ne" and floats:
+        return f"{test} & ~({unordered})"
+    return f"{test} | {unordered}" if kind.endswith("u") else test
 
 
 @handles("set")
 def _set(e: Emitter, i: Instruction) -> list[str] | None:
-    """Of two halves alone. PTX ISA 9.7.7.1."""
-    if i.parts[2:] != ("f16x2", "f16x2") or i.parts[1] not in COMPARISONS:
+    """Of two halves alone: 1.0 where it holds. PTX ISA 9.7.7.1."""
+    if i.parts[2:] != ("f16x2", "f16x2"):
         return None
-    given = ", ".join(e.read(x, "f16x2") for x in i.args[1:])
-    return e.put(i.args[0], "f16x2", f"compared({i.parts[1]!r}, {given})")
-
-
-@handles("selp")
-def _select(e: Emitter, i: Instruction) -> list[str] | None:
-    t, (d, a, b, p) = typed(i), i.args
-    return e.put(d, t, f"np.where({e.read(p, 'pred')}, {e.read(a, t)}, {e.read(b, t)})")
+    d, a, b = i.args
+    both = ", ".join(f"split('f16x2', {e.read(x, 'f16x2')})" for x in (a, b))
+    holds = f"[({_test(i.parts[1], 'x', 'y', True)}).astype(np.float32) for x, y in zip({both})]"
+    return e.put(d, "f16x2", f"join('f16x2', {holds})")
 
 
 # -- moves and conversions: 9.7.9 --------------------------------------------------------------------------------------
@@ -458,27 +420,17 @@ def _select(e: Emitter, i: Instruction) -> list[str] | None:
 @handles("mov")
 def _move(e: Emitter, i: Instruction) -> list[str] | None:
     t, (d, a) = typed(i), i.args
-    if isinstance(a, Vector):  # packed
-        bits = 8 * size_of(t) // len(a.items)
+    if isinstance(a, Vector) or isinstance(d, Vector):
+        parts, shift = (a.items, "<<") if isinstance(a, Vector) else (e.items(d), ">>")
+        bits = 8 * size_of(t) // len(parts)
         if bits == 8:
             return None
-        wide = TYPES[t][1]
-        parts = [f"{e.read(x, f'b{bits}')}.astype(np.{wide.__name__})" for x in a.items]
-        shifts = [f" << {e.const(wide(bits * n))}" if n else "" for n in range(len(parts))]
-        return e.put(d, t, " | ".join(f"({x}{by})" for x, by in zip(parts, shifts, strict=True)))
-    if isinstance(d, Vector):  # unpacked
-        bits = 8 * size_of(t) // len(d.items)
-        if bits == 8:
-            return None
-        wide, source = TYPES[t][1], e.read(a, t)
-        return [  # the upper bits are lost where it is put
-            line
-            for n, x in enumerate(d.items)
-            if isinstance(x, Reg)
-            for line in e.put(x, f"b{bits}", f"{source} >> {e.const(wide(bits * n))}" if n else source)
-        ]
-    if isinstance(a, Special):
-        return e.put(d, t, f"np.asarray({e.read(a, t)}).astype(np.{np.dtype(TYPES[t][1]).name})")
+        shifts = [f" {shift} {e.literal(bits * n, t)}" if n else "" for n in range(len(parts))]
+        if isinstance(a, Vector):  # packed
+            words = [f"({e.read(x, f'b{bits}')}.astype({dtype_of(t)}){by})" for x, by in zip(parts, shifts)]
+            return e.put(d, t, " | ".join(words))
+        source = e.read(a, t)  # whose upper bits are lost where it is put
+        return [line for x, by in zip(parts, shifts) for line in e.put(x, f"b{bits}", source + by)]
     return e.put(d, t, e.read(a, t))
 
 
@@ -492,8 +444,7 @@ def _address(e: Emitter, i: Instruction) -> list[str] | None:
     return e.put(d, "u64", e.read(a, "u64") + window)
 
 
-FLOATS = ("f16", "bf16", "f32", "f64")
-PAIRS = ("bf16x2", "f16x2", "e4m3x2", "e5m2x2")
+PAIRS = {"bf16x2": "b32", "f16x2": "b32", "e4m3x2": "b16", "e5m2x2": "b16"}  # and the register of each
 ROUNDED = ("rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi")
 
 
@@ -502,41 +453,31 @@ def _convert(e: Emitter, i: Instruction) -> list[str] | None:
     types = [part for part in i.parts if part in TYPES or part in PAIRS or part == "tf32"]
     if len(types) != 2:
         return None
-    to, of = types
-    d, *given = i.args
-    rounding = next((part for part in i.parts if part in ROUNDED), "")
-    saturated = i.has("sat", "satfinite")
+    (to, of), (d, *given) = types, i.args
+    rounding, saturated = i.among(ROUNDED), i.has("sat", "satfinite")
     if to in PAIRS or of in PAIRS:
         if rounding != "rn" and (rounding, to, of) != ("rz", "f16x2", "f32"):
             return None
-        register = {"e4m3x2": "b16", "e5m2x2": "b16"}
-        source = ", ".join(e.read(x, register.get(of, "b32" if of in PAIRS else of)) for x in given)
-        made = f"pairs({to!r}, {of!r}, {i.has('relu')}, {source}, cut={rounding == 'rz'})"
-        return e.put(d, register.get(to, "b32"), made)
+        source = e.reads(given, PAIRS.get(of, of))
+        return e.put(d, PAIRS[to], f"pairs({to!r}, {of!r}, {i.has('relu')}, {source}, cut={rounding == 'rz'})")
     if to == "tf32":
         return e.put(d, "b32", f"to_tf32({e.read(given[0], 'f32')}, {rounding!r})")
-    source = e.read(given[0], of)
-    if of == "bf16":
-        source = f"from_bf16({source})"
     if i.has("relu"):
         return None
+    source, dtype = e.read(given[0], of), dtype_of(to)
+    if of == "bf16":
+        source = f"from_bf16({source})"
     if to == "bf16":
-        how = {"rz": ", cut=True", "rn": "", "": ""}.get(rounding)
-        return None if how is None else e.put(d, "b16", f"to_bf16({source}{how})")
+        return e.put(d, "b16", f"to_bf16({source}, cut={rounding == 'rz'})") if rounding in ("rz", "rn", "") else None
+    if to in FLOATS and rounding in DIRECTED:
+        in_fp64 = of in FLOATS or size_of(of) <= 4  # exactly
+        if to == "f64" or saturated or not in_fp64:
+            return None
+        return e.put(d, to, f"directed({rounding!r}, 'mul', {source}, np.float64(1), dtype={dtype})")
     if to in FLOATS:
         if of in FLOATS and rounding[-1:] == "i":
             source = f"np.{dict(rni='rint', rzi='trunc', rmi='floor', rpi='ceil')[rounding]}({source})"
-        if rounding in DIRECTED:
-            in_fp64 = of in FLOATS or size_of(of) <= 4  # exactly
-            if to == "f64" or saturated or not in_fp64:
-                return None
-            how = f"dtype=np.{np.dtype(TYPES[to][1]).name}"
-            return e.put(d, to, f"directed({rounding!r}, 'mul', {source}, np.float64(1), {how})")
-        made = f"np.asarray({source}).astype(np.{np.dtype(TYPES[to][1]).name})"
-        return e.put(d, to, f"limited({made})" if saturated else made)
+        return e.put(d, to, f"limited({source}.astype({dtype}))" if saturated else f"{source}.astype({dtype})")
     if of in FLOATS:
-        return e.put(d, to, f"to_integer({source}, np.{np.dtype(TYPES[to][1]).name}, {rounding!r})")
-    kept = f"np.{np.dtype(TYPES[to][1]).name}"
-    if saturated:
-        return e.put(d, to, f"saturate({source}, {kept})")
-    return e.put(d, to, f"{source}.astype({kept})")
+        return e.put(d, to, f"to_integer({source}, {dtype}, {rounding!r})")
+    return e.put(d, to, f"saturate({source}, {dtype})" if saturated else f"{source}.astype({dtype})")

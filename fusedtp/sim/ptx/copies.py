@@ -22,6 +22,7 @@ from .access import is_shared, updated
 from .alu import TYPES, Emitter, handles
 from .clocks import ASYNC, Clock, Rows, joined
 from .descriptors import TensorMap
+from .numerics import REDUCTIONS
 from .parse import Address, Imm, Instruction
 from .proxies import FENCES_COPIES
 
@@ -29,7 +30,6 @@ Lanes = Any  # that of program.py, which imports this file, as its Program
 Program = Any
 Array = np.ndarray[Any, Any]
 FIBONACCI = 2654435769  # 2^32 over the golden ratio: products with it are spread evenly
-REDUCTIONS = ("add", "min", "max", "and", "or", "xor")
 ALL = -1  # groups that a wait leaves under way: none, and nothing either that is in no group yet
 POISON = np.uint64(0x7F7F7F7F7F7F7F7F)  # a NaN in every float of 8 to 32 bits
 
@@ -51,7 +51,7 @@ def _copy(e: Emitter, i: Instruction) -> list[str] | None:
     to, of, size, *rest = i.args
     nb = _count(size)
     read = e.read(rest[0], "u32") if rest else f"np.uint32({nb})"
-    where = f"{e.address(to, True)}, {e.address(of, False)}"
+    where = f"{e.address(to)}, {e.address(of)}"
     return [f"S.copies.issue(S, {where}, {nb}, {read}, {e.mask}, {e.const(i.site)})"]
 
 
@@ -181,18 +181,18 @@ def _mbarrier(e: Emitter, i: Instruction) -> list[str] | None:
     if not is_shared(i):
         return None
     if what == "init":
-        return [f"S.mbarrier_init({e.address(i.args[0], True)}, {e.read(i.args[1], 'u32')}, {e.mask})"]
+        return [f"S.mbarrier_init({e.address(i.args[0])}, {e.read(i.args[1], 'u32')}, {e.mask})"]
     if what == "inval":
-        return [f"S.mbarrier_inval({e.address(i.args[0], True)}, {e.mask})"]
+        return [f"S.mbarrier_inval({e.address(i.args[0])}, {e.mask})"]
     if what in ("arrive", "expect_tx"):
         at = next(x for x in i.args if isinstance(x, Address))
         rest = i.args[i.args.index(at) + 1 :]
         given = e.read(rest[0], "u32") if rest else "1"
         counts = f"{int(what == 'arrive')}, {given}" if i.has("expect_tx") else f"{given}, 0"  # arrivals, bytes
-        return [f"S.mbarrier_arrive({e.address(at, True)}, {counts}, {e.mask}, {e.const(i.site)})"]
+        return [f"S.mbarrier_arrive({e.address(at)}, {counts}, {e.mask}, {e.const(i.site)})"]
     if what in ("try_wait", "test_wait") and i.has("parity"):
         d, where, parity = i.args[:3]
-        call = f"S.mbarrier_wait({e.address(where, True)}, {e.read(parity, 'u32')}, {e.mask}, {e.const(i.site)})"
+        call = f"S.mbarrier_wait({e.address(where)}, {e.read(parity, 'u32')}, {e.mask}, {e.const(i.site)})"
         return [f"t = {call}", *e.put(d, "pred", "t")]
     return None
 
@@ -211,11 +211,11 @@ def _bulk(e: Emitter, i: Instruction) -> list[str] | None:
     tensor, shared = (i.args[1], i.args[0]) if loads else i.args[:2]
     assert isinstance(tensor, Address)
     coordinates = ", ".join(e.read(x, "s32") for x in tensor.coordinates)
-    given = f"{e.read(tensor.base, 'u64')}, {e.address(shared, True)}, [{coordinates}]"
+    given = f"{e.read(tensor.base, 'u64')}, {e.address(shared)}, [{coordinates}]"
     if loads:
-        barrier = e.address(i.args[2], True)
+        barrier = e.address(i.args[2])
         return [f"S.bulk.load(S, {given}, {barrier}, {e.mask}, {e.const(i.site)})"]
-    reduces = next((part for part in i.parts if part in REDUCTIONS), "")
+    reduces = i.among(REDUCTIONS)
     if i.has("reduce") and not reduces:
         return None
     return [f"S.bulk.store(S, {given}, {reduces!r}, {e.mask}, {e.const(i.site)})"]

@@ -97,7 +97,7 @@ def misaligned(words: Array) -> str:
 def _tensormap(e: Emitter, i: Instruction) -> list[str] | None:
     if i.has("cp_fenceproxy"):
         to, of, size = i.args
-        where = f"{e.address(to, False)}, {e.address(of, True)}, {e.mask}, {scope_of(i)!r}, {e.const(i.site)}"
+        where = f"{e.address(to)}, {e.address(of)}, {e.mask}, {scope_of(i)!r}, {e.const(i.site)}"
         return [f"S.publish_map({where})"] if size == Imm("128") or size == Imm("0x80") else None
     field = next((part for part in i.parts if part in FIELDS.names), "")
     if not i.has("replace") or not i.has("shared::cta") or not field:
@@ -109,5 +109,5 @@ def _tensormap(e: Emitter, i: Instruction) -> list[str] | None:
     if size * ordinal >= dtype.itemsize:
         return None
     word = e.read(value, f"b{8 * size}")
-    where = f"{e.address(at, True)} + {e.const(np.int64(first + size * ordinal))}"
+    where = f"{e.address(at)} + {e.const(np.int64(first + size * ordinal))}"
     return [f"S.store_shared({where}, [{word}], {size}, {e.mask}, {e.const(i.site)})"]

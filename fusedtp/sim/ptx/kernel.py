@@ -6,10 +6,10 @@ the machine can let another program run.
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -43,18 +43,12 @@ class Block:
 
 @dataclass
 class Kernel:
-    """A translated kernel. shared: bytes; maps: of its TMA descriptors, see `launch.compiled`.
-
-    bodies   instructions of the blocks, without their ends
-    scratch  bytes of global memory of its own that each program is given
-    """
+    """A translated kernel. shared: bytes; bodies: instructions of the blocks, without their ends."""
 
     listing: Listing
     shared: int
     blocks: tuple[Block, ...]
     bodies: list[list[Instruction]]
-    maps: tuple[dict[str, Any], ...] = ()
-    scratch: int = 0
 
     @cached_property
     def masked(self) -> list[Callable[[Any, Any], None]]:
@@ -64,9 +58,9 @@ class Kernel:
     @cached_property
     def specialized(self) -> bool:
         """Whether its warps do different things, and meet at barriers of some of them."""
-        return any(
-            i.root == "setmaxnreg" or (i.root in BARRIERS and not _is_first(i)) for i in self.listing.instructions
-        )
+        barriers = [i for i in self.listing.instructions if i.root in BARRIERS and not i.has("warp")]
+        first = [i for i in barriers if i.args and isinstance(i.args[0], Imm) and int(i.args[0].text, 0) == 0]
+        return len(first) < len(barriers) or any(i.root == "setmaxnreg" for i in self.listing.instructions)
 
     @cached_property
     def reads_async(self) -> bool:
@@ -79,36 +73,28 @@ class Kernel:
         return any(i.root == "cp" and i.has("bulk") for i in self.listing.instructions)
 
 
-def _is_first(i: Instruction) -> bool:
-    return i.has("warp") or (bool(i.args) and isinstance(i.args[0], Imm) and int(i.args[0].text, 0) == 0)
-
-
 @lru_cache(maxsize=256)
-def translated(text: str, shared: int, maps: str = "()", scratch: int = 0) -> Kernel:
-    """The kernel of a PTX text. maps: a literal. Raises UnsupportedPtx naming the opcode and its source line."""
+def translated(text: str, shared: int) -> Kernel:
+    """The kernel of a PTX text. Raises UnsupportedPtx naming the opcode and its source line."""
     listing = parse(text, shared)
     instructions = listing.instructions
-    starts = {0, *listing.labels.values()}
-    for number, i in enumerate(instructions):
-        if i.root in (*JUMPS, *BARRIERS) and not i.has("warp"):
-            starts.add(number + 1)
-        if is_strong(i):
-            starts.add(number)
-    ordered = sorted(start for start in starts if start < len(instructions))
-    numbered = {start: number for number, start in enumerate(ordered)}
-    labels = {
-        name: next((numbered[s] for s in ordered if s >= at), len(ordered)) for name, at in listing.labels.items()
-    }
-    bodies, parts = [], []
-    for start, stop in zip(ordered, [*ordered[1:], len(instructions)], strict=True):
-        body = instructions[start:stop]
-        end = body[-1] if body[-1].root in (*JUMPS, *BARRIERS) and not body[-1].has("warp") else None
-        bodies.append(body[:-1] if end is not None else body)
+    starts = {0, *listing.labels.values(), len(instructions)}
+    starts |= {number for number, i in enumerate(instructions) if is_strong(i)}
+    starts |= {number + 1 for number, i in enumerate(instructions) if _ends_block(i)}
+    numbered = {start: number for number, start in enumerate(sorted(starts))}
+    labels = {name: numbered[at] for name, at in listing.labels.items()}
+    spans = [instructions[start:stop] for start, stop in pairwise(numbered)]
+    ends = [span[-1] if _ends_block(span[-1]) else None for span in spans]
+    bodies = [span if end is None else span[:-1] for span, end in zip(spans, ends)]
+    blocks = []
+    for run, span, end in zip(_functions(listing, bodies, every=True), spans, ends):
         jumps = end is not None and end.root in JUMPS
-        parts.append((end, is_strong(body[0]), _target(end, labels), jumps, len(body), body[0].site))
-    functions = _functions(listing, bodies, every=True)
-    blocks = tuple(Block(run, *part) for run, part in zip(functions, parts, strict=True))
-    return Kernel(listing, listing.shared, blocks, bodies, ast.literal_eval(maps), scratch)
+        blocks.append(Block(run, end, is_strong(span[0]), _target(end, labels), jumps, len(span), span[0].site))
+    return Kernel(listing, listing.shared, tuple(blocks), bodies)
+
+
+def _ends_block(i: Instruction) -> bool:
+    return i.root in (*JUMPS, *BARRIERS) and not i.has("warp")
 
 
 def _functions(listing: Listing, bodies: list[list[Instruction]], every: bool) -> list[Any]:
@@ -128,44 +114,39 @@ def _functions(listing: Listing, bodies: list[list[Instruction]], every: bool) -
 
 def _unread(listing: Listing) -> frozenset[Operand]:
     """Registers that instructions only write: they are first operands alone."""
-    written, read = set[Operand](), set[Operand]()
-
-    def collect(x: Operand, to: set[Operand]) -> None:
-        inner = x.items if isinstance(x, Vector) else (x.base, *x.coordinates) if isinstance(x, Address) else ()
-        for each in inner:
-            collect(each, read if isinstance(x, Address) else to)
-        if isinstance(x, Reg):
-            to.add(x)
-
+    written: set[Operand] = set()
+    read: set[Operand] = {i.guard for i in listing.instructions if i.guard is not None}
     for i in listing.instructions:
         for n, x in enumerate(i.args):
-            collect(x, written if n == 0 and i.root not in (*BARRIERS, *JUMPS, "call") else read)
-        read |= {i.guard} if i.guard is not None else set()
+            writes = n == 0 and not isinstance(x, Address) and i.root not in (*BARRIERS, *JUMPS, "call")
+            (written if writes else read).update(_registers(x))
     return frozenset(written - read)
+
+
+def _registers(x: Operand) -> Iterator[Reg]:
+    if isinstance(x, Reg):
+        yield x
+    for each in x.items if isinstance(x, Vector) else (x.base, *x.coordinates) if isinstance(x, Address) else ():
+        yield from _registers(each)
 
 
 def _lines(emitter: Emitter, body: list[Instruction]) -> list[str]:
     """Consecutive products of tensor cores that do not depend on each other become one."""
-    lines: list[str] = []
-    at = 0
-    while at < len(body):
-        run = [body[at]]
-        if run[0].root == "mma" and run[0].guard is None:
-            written: set[Operand] = set(emitter.items(run[0].args[0]))
-            while at + len(run) < len(body):
-                following = body[at + len(run)]
-                read = {x for arg in following.args[1:4] for x in emitter.items(arg)}
-                if following.op != run[0].op or following.guard is not None or read & written:
-                    break
-                written |= set(emitter.items(following.args[0]))
-                run.append(following)
-            made = tensor_core.products(emitter, run)
-            if made is None:
-                raise run[0].unsupported()
-            lines += made
+    runs: list[list[Instruction]] = []
+    written: set[Operand] = set()
+    for i in body:
+        products = i.root == "mma" and i.guard is None
+        read = {x for arg in i.args[1:4] for x in emitter.items(arg)}
+        if products and runs and runs[-1][0].op == i.op and runs[-1][0].guard is None and not read & written:
+            runs[-1].append(i)
         else:
-            lines += emitter.guarded(run[0])
-        at += len(run)
+            runs.append([i])
+            written = set()
+        written |= set(emitter.items(i.args[0])) if products else set()
+    lines: list[str] = []
+    for run in runs:
+        one = tensor_core.products(emitter, run) if len(run) > 1 else None
+        lines += one or emitter.guarded(run[0])
     return lines
 
 

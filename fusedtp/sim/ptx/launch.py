@@ -37,7 +37,7 @@ class Compiler:
         if target not in TARGETS:
             raise ValueError(f"the PTX machine runs {', '.join(TARGETS)}, not {target!r}")
         self.target, self.edit = target, edit
-        self._made: dict[Any, tuple[str, int, str, int]] = {}
+        self._made: dict[Any, tuple[str, int, list, int]] = {}
 
     def compiled(self, launch: Launch) -> tuple[Kernel, dict[str, Any]]:
         """The kernel, and its parameters by name, with the special registers that the launch sets.
@@ -70,31 +70,31 @@ class Compiler:
             raise
         except Exception as error:
             raise UnsupportedKernel(f"{launch.name} does not compile for {self.target}: {_said(error)}") from error
-        made = translated(*self._made[key])
+        text, shared, described, scratch = self._made[key]
+        made, maps = translated(text, shared), iter(described)
         if made.shared > chosen.shared_limit:
             most = f"a program of {self.target} has {chosen.shared_limit}"
             raise UnsupportedKernel(f"{launch.name} needs {made.shared} bytes of shared memory, {most}")
-        maps = iter(made.maps)
         given = [bits for name, t in source.signature.items() for bits in _flat(t, launch.args.get(name), maps)]
         memory = {}
-        if made.scratch:
-            memory[SCRATCH] = _aligned(made.scratch * int(np.prod(launch.shape)))
+        if scratch:
+            memory[SCRATCH] = _aligned(scratch * int(np.prod(launch.shape)))
             given.append(memory[SCRATCH].data_ptr())
-        names = made.listing.parameters
-        given += [0] * (len(names) - len(given))  # scratch that it does not ask for, and that of Triton's profiler
+        sizes = made.listing.parameters
+        given += [0] * (len(sizes) - len(given))  # scratch that it does not ask for, and that of Triton's profiler
         parameters: dict[str, Any] = {}
-        for x, p in zip(given, names, strict=True):
-            parameters[p.name] = x if isinstance(x, TensorMap) else x & ((1 << 8 * p.size) - 1)
+        for x, (name, size) in zip(given, sizes.items(), strict=True):
+            parameters[name] = x if isinstance(x, TensorMap) else x & ((1 << 8 * size) - 1)
         parameters |= {f"%envreg{n}": value for n, value in enumerate(getattr(launch, "environment", ()))}
         return made, parameters | memory
 
-    def _compile(self, source: Any, options: Any, gpu: Any, replace: Mapping[Any, Any]) -> tuple[str, int, str, int]:
+    def _compile(self, source: Any, options: Any, gpu: Any, replace: Mapping[Any, Any]) -> tuple[str, int, list, int]:
         """PTX, bytes of shared memory, what the compiler says of TMA descriptors, and bytes of scratch memory."""
         made = compiled_to_ptx(source, options, gpu, replace)
         text = made.asm["ptx"]
         maps = [dict(each) for each in getattr(made.metadata, "tensordesc_meta", None) or ()]
         scratch = int(getattr(made.metadata, "global_scratch_size", 0))
-        return (self.edit(text) if self.edit else text), int(made.metadata.shared), repr(maps), scratch
+        return (self.edit(text) if self.edit else text), int(made.metadata.shared), maps, scratch
 
 
 def _aligned(nbytes: int) -> Tensor:

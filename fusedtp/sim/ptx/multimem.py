@@ -22,53 +22,38 @@ from typing import Any
 import numpy as np
 
 from ..faults import Site
-from .access import ATOMICS, counted, into, order_of, scope_of, updated
-from .alu import TYPES, Emitter, handles, size_of, typed
+from .access import counted, into, order_of, scope_of, updated
+from .alu import HALVES, TYPES, Emitter, handles, size_of, typed
 from .clocks import ALIAS
-from .numerics import halves, join, split
-from .parse import Instruction, Reg
+from .numerics import REDUCTIONS, halves, join, split
+from .parse import Instruction
 
 Array = np.ndarray[Any, Any]
 Lanes = Any  # that of program.py
-HALVES = ("f16", "bf16", "f16x2", "bf16x2")
-FUNCTIONS: dict[str, Any] = {
-    "add": np.add, "min": np.minimum, "max": np.maximum,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-}  # fmt: skip
 
 
 @handles("multimem")
 def _multimem(e: Emitter, i: Instruction) -> list[str] | None:
-    t, kind, count = typed(i), i.parts[1], counted(i)
+    t, kind, operation, count = typed(i), i.parts[1], i.among(REDUCTIONS), counted(i)
     nb = size_of(t)
-    if i.has("noftz") or kind not in ("ld_reduce", "st", "red") or nb < 2:
+    if i.has("noftz") or kind not in ("ld_reduce", "st", "red") or nb < 2 or (kind != "st" and not operation):
         return None
-    how = f"{scope_of(i, 'sys')!r}, {e.const(i.site)}"
+    words, site = f"b{8 * nb}", e.const(i.site)
+    how = f"{e.mask}, {order_of(i, 'relaxed' if kind == 'red' else 'weak')!r}, {scope_of(i, 'sys')!r}, {site}"
     if kind == "ld_reduce":
         d, at = i.args
         if len(e.items(d)) != count:
             raise i.unsupported("registers")
-        what = f"{_operation(i)!r}, {t!r}, {i.has('acc::f32')}"
-        given = f"{e.address(at, False)}, {count}, {e.mask}, {order_of(i)!r}, {how}"
-        lines = [f"v = load_reduced(S, {what}, {given})"]
-        for n, x in enumerate(e.items(d)):
-            assert isinstance(x, Reg)
-            lines += into(e, x, f"b{8 * nb}", f"v[:, {n}]")
-        return lines
+        what = f"{operation!r}, {t!r}, {i.has('acc::f32')}"
+        lines = [f"v = load_reduced(S, {what}, {e.address(at)}, {count}, {how})"]
+        return lines + [line for n, x in enumerate(e.items(d)) for line in into(e, x, words, f"v[:, {n}]")]
     at, value = i.args
-    operands = [e.read(x, t if kind == "red" else f"b{8 * nb}") for x in e.items(value)]
     if kind == "st":
-        given = f"{e.address(at, False)}, [{', '.join(operands)}], {nb}, {e.mask}, {order_of(i)!r}, {how}"
-        return [f"store_everywhere(S, {given})"]
-    given = f"{order_of(i, 'relaxed')!r}, {how}"
+        return [f"store_everywhere(S, {e.address(at)}, [{e.reads(e.items(value), words)}], {nb}, {how})"]
     return [
-        f"atomic_everywhere(S, {_operation(i)!r}, {t!r}, {e.address(at, False)} + {n * nb}, {x}, {e.mask}, {given})"
-        for n, x in enumerate(operands)
+        f"atomic_everywhere(S, {operation!r}, {t!r}, {e.address(at)} + {n * nb}, {e.read(x, t)}, {how})"
+        for n, x in enumerate(e.items(value))
     ]
-
-
-def _operation(i: Instruction) -> str:
-    return next(part for part in i.parts if part in ATOMICS[:6])
 
 
 def load_reduced(
@@ -79,24 +64,17 @@ def load_reduced(
     nb, window, threads = size_of(t), lanes.window, lanes.part(lanes.ids, mask)
     places = window.replicas(lanes.part(at, mask), nb * count, "multimem.ld_reduce", site)
     first = lanes.program.salt % len(places)
-    words = [
-        window.load(each, nb, count, threads, order, scope, site, proxy=ALIAS)
-        for each in (*places[first:], *places[:first])
-    ]
-    return reduced(operation, t, wide, words)
-
-
-def reduced(operation: str, t: str, wide: bool, words: list[Array]) -> Array:
-    """Words [n, count] of all ranks, as one."""
-    dtype = TYPES[t][1]
-    values = [each.view(dtype) for each in words]
-    if t in HALVES and wide and operation == "add":
+    order_of_ranks = (*places[first:], *places[:first])
+    words = [window.load(each, nb, count, threads, order, scope, site, proxy=ALIAS) for each in order_of_ranks]
+    values = [each.view(TYPES[t][1]) for each in words]
+    half = t == "f16" or t in HALVES
+    if half and wide and operation == "add":
         parts = zip(*(split(t, each) for each in values), strict=True)
-        made = join(t, [reduce(np.add, (v.astype(np.float32) for v in part)) for part in parts])
-    elif t in HALVES:
+        made = join(t, [reduce(np.add, part) for part in parts])
+    elif half:
         made = reduce(lambda a, b: halves(operation, t, False, False, a, b), values)
     else:
-        made = reduce(FUNCTIONS[operation], values)
+        made = reduce(REDUCTIONS[operation], values)
     return made.view(words[0].dtype)
 
 

@@ -6,6 +6,7 @@ PTX ISA 8.8: 9.7.1.12 (popc), 9.7.1.14 (brev), 9.7.1.16-17 (bfe, bfi), 9.7.8 (sh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -20,13 +21,9 @@ Array = np.ndarray[Any, Any]
 def mul_hi(a: Array, b: Array) -> Array:
     """The upper half of a product, exact for up to 64 bits."""
     dtype = np.result_type(a, b)
-    bits = 8 * dtype.itemsize
-    if bits < 64:
-        wide = np.int64 if dtype.kind == "i" else np.uint64
-        return ((np.asarray(a).astype(wide) * np.asarray(b).astype(wide)) >> wide(bits)).astype(dtype)
-    exact = np.asarray(a).astype(object) * np.asarray(b).astype(object)
-    high = np.array([(int(x) >> 64) & ((1 << 64) - 1) for x in np.atleast_1d(exact)], np.uint64)
-    return high.view(dtype)
+    wide = np.dtype(object if dtype.itemsize == 8 else f"{dtype.kind}8")
+    product = np.multiply(a, b, dtype=wide)
+    return np.asarray(product >> np.array(8 * dtype.itemsize, wide)).astype(dtype)
 
 
 def div_towards_zero(a: Array, b: Array) -> Array:
@@ -34,12 +31,9 @@ def div_towards_zero(a: Array, b: Array) -> Array:
     a, b = np.broadcast_arrays(a, b)
     if a.itemsize == 4 and b.all():  # a quotient of 32 bits is exact in fp64, but for its fraction
         return (a / b).astype(np.int64).astype(a.dtype)
-    if a.dtype.kind == "u":
-        safe = np.where(b == 0, 1, b).astype(a.dtype)
-        return np.where(b == 0, ~a.dtype.type(0), a // safe)
     safe = np.where(b == 0, 1, b).astype(a.dtype)
-    rest = np.fmod(a, safe)
-    return np.where(b == 0, a.dtype.type(-1), (a - rest) // safe).astype(a.dtype)
+    whole = a - np.fmod(a, safe) if a.dtype.kind == "i" else a
+    return np.where(b == 0, ~a.dtype.type(0), whole // safe)
 
 
 def rem_towards_zero(a: Array, b: Array) -> Array:
@@ -61,87 +55,65 @@ def shift(left: bool, a: Array, by: Array) -> Array:
 
 def funnel(left: bool, wrap: bool, low: Array, high: Array, by: Array) -> Array:
     """shf: 32 bits of [high, low], shifted."""
-    n = (np.asarray(by) & 31) if wrap else np.minimum(by, 32)
-    both = (np.asarray(high).astype(np.uint64) << np.uint64(32)) | np.asarray(low).astype(np.uint64)
-    n = np.asarray(n).astype(np.uint64)
+    n = (by & 31 if wrap else np.minimum(by, 32)).astype(np.uint64)
+    both = (high.astype(np.uint64) << np.uint64(32)) | low.astype(np.uint64)
     return (((both << n) >> np.uint64(32)) if left else (both >> n)).astype(np.uint32)
 
 
 def bit_field(a: Array, position: Array, length: Array) -> Array:
     """bfe: bits past the end of the word, or of the field, repeat its sign; that of an unsigned field is 0."""
-    a = np.asarray(a)
-    bits, unsigned = 8 * a.itemsize, np.dtype(f"u{a.itemsize}")
-    position, length = (
-        np.asarray(position).astype(np.int64) & 0xFF,
-        np.asarray(length).astype(np.int64) & 0xFF,
-    )
-    word = a.view(unsigned)
-    held = np.clip(np.minimum(length, bits - position), 0, bits)
-    ones = shift(True, unsigned.type(1), held) - unsigned.type(1)
-    made = shift(False, word, position) & ones
-    if a.dtype.kind == "i":
-        top = np.minimum(position + length - 1, bits - 1).clip(0).astype(unsigned)
-        negative = (length > 0) & ((word >> top & unsigned.type(1)) != 0)
-        made = np.where(negative, made | ~ones, made)
-    return made.astype(unsigned).view(a.dtype)
+    wide = a.astype(np.int64 if a.dtype.kind == "i" else np.uint64)
+    above = 64 - np.minimum(length & 0xFF, 64)
+    moved = shift(True, shift(False, wide, position & 0xFF), above)
+    return shift(False, moved, above).astype(a.dtype)
 
 
 def insert_field(a: Array, b: Array, position: Array, length: Array) -> Array:
     """bfi: b with `length` low bits of a at `position`."""
-    b = np.asarray(b)
-    position, length = np.asarray(position) & 0xFF, np.asarray(length) & 0xFF
-    ones = shift(True, b.dtype.type(1), length.astype(np.uint32)) - b.dtype.type(1)
-    mask = shift(True, ones, position.astype(np.uint32))
-    return (b & ~mask) | (shift(True, np.asarray(a), position.astype(np.uint32)) & mask)
+    position, length = position & 0xFF, length & 0xFF
+    ones = shift(True, b.dtype.type(1), length) - b.dtype.type(1)
+    mask = shift(True, ones, position)
+    return (b & ~mask) | (shift(True, a, position) & mask)
 
 
 def permute(a: Array, b: Array, selector: Array) -> Array:
     """prmt: four of eight bytes; with bit 3 of its selector set, a byte's sign."""
     a, b, selector = np.broadcast_arrays(a, b, selector)
-    both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
-    out = np.zeros(a.shape, np.uint32)
-    for n in range(4):
-        pick = (selector >> np.uint32(4 * n)) & np.uint32(15)
-        byte = ((both >> ((pick & np.uint32(7)) * np.uint32(8)).astype(np.uint64)) & np.uint64(0xFF)).astype(np.uint32)
-        byte = np.where(pick & np.uint32(8), np.where(byte & np.uint32(0x80), 0xFF, 0), byte).astype(np.uint32)
-        out |= byte << np.uint32(8 * n)
-    return out
+    given = np.stack([a, b], -1).view(np.uint8)  # lowest first, as all bytes here
+    pick = (selector[..., None] >> np.arange(0, 16, 4).astype(np.uint32)) & np.uint32(15)
+    picked = np.take_along_axis(given, pick & np.uint32(7), -1)
+    made = np.where(pick & np.uint32(8), (picked >> np.uint8(7)) * np.uint8(0xFF), picked)
+    return made.view(np.uint32)[..., 0]
+
+
+def _bits(a: Array) -> Array:
+    """Each bit [..., bits], lowest first."""
+    return np.unpackbits(np.asarray(a)[..., None].view(np.uint8), axis=-1, bitorder="little")
 
 
 def popc(a: Array) -> Array:
-    a = np.asarray(a)
-    each = [(a >> a.dtype.type(n)) & a.dtype.type(1) for n in range(8 * a.itemsize)]
-    return np.sum(each, axis=0).astype(np.uint32)
+    return _bits(a).sum(-1, dtype=np.uint32)
 
 
 def clz(a: Array) -> Array:
-    a = np.asarray(a)
-    bits, rest = np.full(a.shape, 8 * a.itemsize, np.uint32), a.copy()
-    while rest.any():
-        bits = bits - (rest != 0)
-        rest = rest >> a.dtype.type(1)
-    return bits.astype(np.uint32)
+    highest_first = _bits(a)[..., ::-1]
+    return np.where(highest_first.any(-1), highest_first.argmax(-1), highest_first.shape[-1])
 
 
 def brev(a: Array) -> Array:
-    a = np.asarray(a)
-    out = np.zeros_like(a)
-    for n in range(8 * a.itemsize):
-        out |= ((a >> a.dtype.type(n)) & a.dtype.type(1)) << a.dtype.type(8 * a.itemsize - 1 - n)
-    return out
+    return np.packbits(_bits(a)[..., ::-1], axis=-1, bitorder="little").view(a.dtype)[..., 0]
 
 
 def saturate(a: Array, dtype: Any) -> Array:
-    limits = np.iinfo(dtype)
-    wide = np.asarray(a).astype(object) if np.asarray(a).dtype == np.uint64 else np.asarray(a).astype(np.int64)
-    return np.clip(wide, limits.min, limits.max).astype(dtype)
+    own, limits = np.iinfo(a.dtype), np.iinfo(dtype)
+    return np.clip(a, max(own.min, limits.min), min(own.max, limits.max)).astype(dtype)
 
 
 # -- floats ------------------------------------------------------------------------------------------------------------
 
 
 def from_bf16(bits: Array) -> Array:
-    return (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def limited(x: Array) -> Array:
@@ -165,9 +137,7 @@ def exact_fma(a: Array, b: Array, c: Array) -> Array:
     return made
 
 
-def directed(
-    rounding: str, operation: str, a: Array, b: Array, *c: Array, dtype: type[np.floating[Any]] = np.float32
-) -> Array:
+def directed(rounding: str, operation: str, a: Array, b: Array, *c: Array, dtype: Any = np.float32) -> Array:
     """A sum, a product or both of fp32, rounded once: rz towards zero, rm down, rp up. dtype: of the result.
 
     The product is exact in fp64, and what a sum in fp64 loses is known (Knuth, The Art of Computer Programming, 4.2.2).
@@ -188,17 +158,11 @@ def directed(
     return np.where(cancels & (rounding == "rm"), dtype(-0.0), near)
 
 
-# nan: one of the two is a NaN; num: none is. The others do not hold with a NaN: PTX ISA 9.7.7.1.
-COMPARISONS: dict[str, Any] = dict(
-    eq=np.equal, lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal,
-    ne=lambda x, y: (x < y) | (x > y), num=lambda x, y: (x == x) & (y == y), nan=lambda x, y: (x != x) | (y != y),
-)  # fmt: skip
-
-
-def compared(kind: str, a: Array, b: Array) -> Array:
-    """Of two pairs of fp16: 1.0 in each half where the comparison holds, else 0."""
-    both = zip(split("f16x2", a), split("f16x2", b), strict=True)
-    return join("f16x2", [COMPARISONS[kind](x, y).astype(np.float32) for x, y in both])
+# of all lanes, of a warp or of all ranks
+REDUCTIONS: dict[str, np.ufunc] = {
+    "add": np.add, "min": np.minimum, "max": np.maximum,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+}  # fmt: skip
 
 
 def to_odd(x: Array) -> Array:
@@ -228,68 +192,62 @@ def to_tf32(x: Array, rounding: str) -> Array:
     return np.where(np.isfinite(x), kept, bits).astype(np.uint32)
 
 
-EIGHT = {"e4m3x2": (4, 3, 7, 448.0), "e5m2x2": (5, 2, 15, 57344.0)}  # exponent, mantissa, bias, largest
+# places by which the bits go up to be those of an fp16, which is smaller by so much; the largest number, the least NaN
+FP8 = {"e4m3": (7, 256, 0x7E, 0x7F), "e5m2": (8, 1, 0x7B, 0x7D)}
 
 
 def from_fp8(bits: Array, kind: str) -> Array:
     """fp32 of e4m3 or e5m2. e4m3 has no infinity, and one NaN of each sign."""
-    e_bits, m_bits, bias, _ = EIGHT[kind]
-    bits = np.asarray(bits).astype(np.int32)
-    exponent, mantissa = (bits >> m_bits) & ((1 << e_bits) - 1), bits & ((1 << m_bits) - 1)
-    normal = np.ldexp(1 + mantissa / (1 << m_bits), exponent - bias)
-    value = np.where(exponent == 0, np.ldexp(mantissa / (1 << m_bits), 1 - bias), normal)
-    if kind == "e4m3x2":
-        value = np.where((bits & 0x7F) == 0x7F, np.nan, value)
-    else:
-        top = exponent == (1 << e_bits) - 1
-        value = np.where(top, np.where(mantissa == 0, np.inf, np.nan), value)
-    return np.where(bits & 0x80, -value, value).astype(np.float32)
+    up, scale, _, nan = FP8[kind]
+    bits = np.asarray(bits).astype(np.uint16)
+    half = ((bits & 0x80) << 8 | (bits & 0x7F) << up).astype(np.uint16).view(np.float16)
+    value = half.astype(np.float32) * np.float32(scale)
+    return np.where(bits & 0x7F < nan, value, np.copysign(np.float32(np.nan), value))
 
 
 def to_fp8(x: Array, kind: str) -> Array:
     """Bits of the nearest, ties to even, limited to the largest finite number (satfinite); NaN becomes 0x7F."""
-    _, m_bits, bias, largest = EIGHT[kind]
     x = np.asarray(x, np.float64)
-    size = np.minimum(np.abs(x), largest)
-    _, exponent = np.frexp(np.where(np.isfinite(size), size, 1.0))
-    exponent = np.maximum(exponent - 1, 1 - bias)
-    step = np.ldexp(1.0, exponent - m_bits)
-    rounded = np.minimum(np.round(size / step) * step, largest)
-    fraction, top = np.frexp(np.where(rounded == 0, 1.0, rounded))
-    subnormal = rounded < np.ldexp(1.0, 1 - bias)
-    bits = np.where(
-        subnormal,
-        rounded / np.ldexp(1.0, 1 - bias - m_bits),
-        ((top - 1 + bias) << m_bits) + (2 * fraction - 1) * (1 << m_bits),
-    )
-    bits = np.where(np.isnan(x), 0x7F, np.nan_to_num(bits)).astype(np.uint16)
-    return (bits | np.where(np.signbit(x) & ~np.isnan(x), 0x80, 0)).astype(np.uint16)
+    finite = from_fp8(np.arange(FP8[kind][2] + 1), kind).astype(np.float64)
+    middles = (finite[:-1] + finite[1:]) / 2
+    middles[1::2] = np.nextafter(middles[1::2], 0)  # there the upper neighbour is even
+    magnitude = np.searchsorted(middles, np.abs(x))
+    return np.where(np.isnan(x), 0x7F, magnitude | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
+
+
+# the word that an element has, and the fp32 (or int32) of such words
+ELEMENTS: dict[str, tuple[Any, Callable[[Array], Array]]] = {
+    "tf32": (np.uint32, lambda words: (words & np.uint32(0xFFFFE000)).view(np.float32)),
+    "bf16": (np.uint16, from_bf16),
+    "f16": (np.uint16, lambda words: words.view(np.float16).astype(np.float32)),
+    "e4m3": (np.uint8, lambda words: from_fp8(words, "e4m3")),
+    "e5m2": (np.uint8, lambda words: from_fp8(words, "e5m2")),
+    "s8": (np.uint8, lambda words: words.view(np.int8).astype(np.int32)),
+    "u8": (np.uint8, lambda words: words.astype(np.int32)),
+}
+
+
+def elements(words: Array, kind: str) -> Array:
+    """Words [...] -> the elements in them [..., e], lowest first."""
+    word, decoded = ELEMENTS[kind]
+    return decoded(np.ascontiguousarray(words).view(word).reshape(*words.shape, -1))
 
 
 def split(kind: str, x: Array) -> list[Array]:
-    """fp32 of the values in a packed operand, lowest first."""
-    if kind in EIGHT:
-        return [from_fp8(np.asarray(x) >> np.uint16(8 * n) & np.uint16(0xFF), kind) for n in range(2)]
-    if kind == "bf16":
-        return [from_bf16(x)]
-    if kind == "f16":
-        return [np.asarray(x).astype(np.float32)]
-    parts = [(np.asarray(x) >> np.uint32(16 * n)).astype(np.uint16) for n in range(2)]
-    return [from_bf16(p) if kind == "bf16x2" else p.view(np.float16).astype(np.float32) for p in parts]
+    """fp32 of the values in an operand, one or two, lowest first."""
+    word, decoded = ELEMENTS[kind.removesuffix("x2")]
+    words, count = np.ascontiguousarray(x).view(word), 2 if kind.endswith("x2") else 1
+    return [decoded(words[..., n::count]) for n in range(count)]
 
 
 def join(kind: str, values: list[Array]) -> Array:
     """The opposite, rounded."""
-    if kind in EIGHT:
-        low, high = (to_fp8(v, kind) for v in values)
-        return low | (high << np.uint16(8))
-    if kind == "bf16":
-        return to_bf16(values[0])
-    if kind == "f16":
-        return values[0].astype(np.float16)
-    narrow = to_bf16 if kind == "bf16x2" else lambda v: np.asarray(v).astype(np.float16).view(np.uint16)
-    low, high = (narrow(v).astype(np.uint32) for v in values)
-    return low | (high << np.uint32(16))
+    if kind in ("f16", "bf16"):
+        return values[0].astype(np.float16) if kind == "f16" else to_bf16(values[0])
+    narrow: Any = {"bf16x2": to_bf16, "f16x2": lambda v: v.astype(np.float16).view(np.uint16)}
+    low, high = (narrow[kind](v) if kind in narrow else to_fp8(v, kind.removesuffix("x2")) for v in values)
+    wide: Any = np.uint32 if low.itemsize == 2 else np.uint16
+    return low.astype(wide) | (high.astype(wide) << wide(8 * low.itemsize))
 
 
 def pairs(to: str, of: str, relu: bool, *given: Array, cut: bool = False) -> Array:
@@ -319,11 +277,9 @@ def halves(operation: str, kind: str, relu: bool, propagates: bool, *given: Arra
 
 def to_integer(x: Array, dtype: Any, rounding: str) -> Array:
     """Rounded and limited to the type's range; NaN gives 0."""
-    x = np.asarray(x, np.float64)
-    rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding](x)
+    rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding](np.asarray(x, np.float64))
+    rounded = np.nan_to_num(rounded)
     limits = np.iinfo(dtype)
-    inside = np.clip(np.nan_to_num(rounded, nan=0.0, posinf=2.0**70, neginf=-(2.0**70)), -(2.0**63), 2.0**63)
-    low, high = inside <= limits.min, inside >= float(limits.max)
-    kept = np.where(low | high, 0, inside)
-    wide = kept.astype(np.int64 if np.dtype(dtype).kind == "i" else np.uint64)
+    low, high = rounded <= limits.min, rounded >= float(limits.max)
+    wide = np.where(low | high, 0, rounded).astype(dtype)
     return np.where(low, limits.min, np.where(high, limits.max, wide)).astype(dtype)

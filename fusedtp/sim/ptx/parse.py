@@ -14,16 +14,18 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from collections import ChainMap
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
 from ..faults import Site
 
 WIDTHS = {"pred": 1, "8": 16, "16": 16, "32": 32, "64": 64}  # of a type's digits; no register has 8 bits
-BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
+# a line of lines or of an assembler, a brace, a label, or what ends with a semicolon
+STATEMENT = re.compile(r"\s*(\.(?:loc|pragma|section)\s[^\n]*|[{}]|[$%\w]+:(?!:)|[^;]+);?")
 LOC = (".loc ", ".loc\t")
 LOCAL, CONSTANTS = 1 << 56, 1 << 57  # generic addresses from here on
 
@@ -90,8 +92,11 @@ class Instruction:
     text: str
     guard: Reg | None = None
     negated: bool = False
-    parts: tuple[str, ...] = field(default=(), compare=False)
     note: str = ""
+
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.op.split("."))
 
     @property
     def root(self) -> str:
@@ -100,21 +105,20 @@ class Instruction:
     def has(self, *modifiers: str) -> bool:
         return any(each in self.parts for each in modifiers)
 
+    def among(self, modifiers: Iterable[str], default: str = "") -> str:
+        """The first part of the opcode that is one of these."""
+        return next((part for part in self.parts if part in modifiers), default)
+
     def unsupported(self, why: str = "") -> UnsupportedPtx:
         reason = f" ({why})" if why else ""
         return UnsupportedPtx(f"the PTX machine does not know `{self.op}`{reason}\n    {self.text}\n    at {self.site}")
-
-
-@dataclass(frozen=True)
-class Parameter:
-    name: str
-    size: int
 
 
 @dataclass
 class Listing:
     """A kernel's instructions in order.
 
+    parameters  bytes of each
     registers   how many there are of each width
     labels      name -> index of the instruction that follows
     threads     of a program
@@ -124,14 +128,14 @@ class Listing:
     """
 
     name: str
-    parameters: list[Parameter]
+    parameters: dict[str, int]
     threads: int
     instructions: list[Instruction]
     labels: dict[str, int]
     registers: dict[int, int]
-    shared: int = 0
-    local: int = 0
-    constants: bytes = b""
+    shared: int
+    local: int
+    constants: bytes
 
 
 def parse(text: str, shared: int = 0) -> Listing:
@@ -140,32 +144,25 @@ def parse(text: str, shared: int = 0) -> Listing:
     if entry is None:
         raise UnsupportedPtx("the text has no .visible .entry")
     begin = text.index("{", entry.end())
-    head, body = text[entry.end() : begin], _enclosed(text[begin:])
+    name, head, body = entry[1], text[entry.end() : begin], _enclosed(text[begin:])
     threads = re.search(r"\.(?:reqntid|maxntid) (\d+)", head)
     if threads is None:
-        raise UnsupportedPtx(f"{entry[1]} does not say how many threads a program has")
-    reader = _Reader(entry[1], dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.M)), shared)
+        raise UnsupportedPtx(f"{name} does not say how many threads a program has")
+    declared = re.findall(r"\.param .*?\.[a-z](\d+)\s.*?(\w+_param_\d+)(?:\[(\d+)\])?", head)
+    parameters = {each: int(bits) // 8 * int(count or 1) for bits, each, count in declared}
+    reader = _Reader(name, dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.M)), shared)
     tables = _tables(text)
     constants = b""
     for key, table in tables.items():
         if key.startswith("assert"):  # a string, which no load reads
             continue
-        reader.scopes[0][key] = Imm(str(CONSTANTS + len(constants)))
+        reader.names[key] = Imm(str(CONSTANTS + len(constants)))
         constants += table + bytes(-len(table) % 16)
-    for statement in _statements(body):
-        reader.read(statement)
-    reader.finish({name: each.decode(errors="replace").rstrip("\0") for name, each in tables.items()})
-    return Listing(
-        entry[1],
-        list(_parameters(head)),
-        int(threads[1]),
-        reader.instructions,
-        reader.labels,
-        {width: count for width, count in reader.counts.items() if count},
-        reader.sizes["shared"],
-        reader.sizes["local"],
-        constants,
-    )
+    for statement in STATEMENT.findall(body):
+        reader.read(statement.strip())
+    reader.finish({key: table.decode(errors="replace").rstrip("\0") for key, table in tables.items()})
+    read, (shared, local) = (reader.instructions, reader.labels, reader.counts), reader.sizes.values()
+    return Listing(name, parameters, int(threads[1]), *read, shared, local, constants)
 
 
 def _enclosed(text: str) -> str:
@@ -198,8 +195,7 @@ def _tables(text: str) -> dict[str, bytes]:
 @lru_cache(1 << 16)
 def function_at(file: str, line: int) -> str:
     """The innermost function of a Python file around this line; "" where there is none. PTX names the kernel alone."""
-    around = [each for each in _functions(file) if each[0] <= line <= each[1]]
-    return max(around)[2] if around else ""
+    return max((each for each in _functions(file) if each[0] <= line <= each[1]), default=(0, 0, ""))[2]
 
 
 @lru_cache
@@ -213,62 +209,22 @@ def _functions(file: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((node.lineno, node.end_lineno or node.lineno, node.name) for node in made)
 
 
-def _parameters(head: str) -> Iterator[Parameter]:
-    for line in head.splitlines():
-        if found := re.search(r"\.param .*?\.([a-z])(\d+)\s.*?(\w+_param_\d+)(?:\[(\d+)\])?", line):
-            yield Parameter(found[3], int(found[4] or 1) * BYTES[found[2]])
-
-
-def _statements(body: str) -> Iterator[str]:
-    """Instructions, labels, directives and the braces around inline PTX."""
-    kept = ""
-    for line in body.splitlines():
-        line = line.strip()
-        if line.startswith(LOC):
-            yield line
-            continue
-        kept = f"{kept} {line}".strip() if line else kept
-        while kept:
-            if kept[0] in "{}":
-                yield kept[0]
-                kept = kept[1:].lstrip()
-            elif label := re.match(r"[$%\w]+:(?!:)", kept):
-                yield label[0]
-                kept = kept[label.end() :].lstrip()
-            elif ";" in kept:
-                statement, _, kept = kept.partition(";")
-                yield statement.strip()
-                kept = kept.lstrip()
-            elif re.match(r"\.(pragma|section)", kept):
-                kept = ""
-            else:
-                break
-
-
 class _Reader:
     def __init__(self, name: str, files: dict[str, str], shared: int) -> None:
         self.name, self.files, self.sizes = name, files, {"shared": shared, "local": 0}
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
         self.counts = {1: 0, 16: 0, 32: 0, 64: 0}
-        self.scopes: list[dict[str, Reg | Vector | Imm]] = [{}]
-        self.families: list[dict[str, tuple[int, int]]] = [{}]  # of a scope: "%r" -> width, index of its first
-        self.numbers = [0]  # of the open scopes
-        self.opened = 0
-        self.jumps: list[tuple[int, tuple[int, ...]]] = []  # instructions that name a label, and the scopes around it
+        self.names: ChainMap[str, Operand] = ChainMap()  # of the open braces; those of labels end in a colon
+        self.jumps: list[tuple[int, ChainMap[str, Operand]]] = []  # instructions that name a label, and the names there
         self.callers: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.site = Site("", 0, name, 0)
 
     def read(self, statement: str) -> None:
         if statement == "{":
-            self.opened += 1
-            self.scopes.append({})
-            self.families.append({})
-            self.numbers.append(self.opened)
+            self.names = self.names.new_child()
         elif statement == "}":
-            self.scopes.pop()
-            self.families.pop()
-            self.numbers.pop()
+            self.names = self.names.parents
         elif statement.startswith(LOC):
             self._locate(statement)
         elif statement.startswith(".reg"):
@@ -276,51 +232,34 @@ class _Reader:
         elif re.match(r"\.(extern|shared|local)", statement):
             self._place(statement)
         elif statement.endswith(":"):
-            self.labels[_label(statement[:-1], self.numbers[-1])] = len(self.instructions)
+            self.names[statement] = label = Symbol(f"{statement}{len(self.labels)}")
+            self.labels[label.name] = len(self.instructions)
         elif statement and not statement.startswith("."):
             made = self._instruction(statement)
-            if made.root in ("bra", "brx"):
-                self.jumps.append((len(self.instructions), tuple(self.numbers)))
-            self.instructions += self._parts(made)
+            if made.root == "bra":
+                self.jumps.append((len(self.instructions), self.names))
+            self.instructions += _moves(made)
 
     def finish(self, strings: dict[str, str]) -> None:
         """Once all is read: each jump goes to the label of the innermost braces, each call knows its text."""
-        for at, scopes in self.jumps:
+        for at, names in self.jumps:
             made = self.instructions[at]
             (target,) = made.args
             if isinstance(target, Symbol):
-                names = [_label(target.name, number) for number in reversed(scopes)]
-                name = next((each for each in names if each in self.labels), target.name)
-                self.instructions[at] = replace(made, args=(Symbol(name),))
+                self.instructions[at] = replace(made, args=(names.get(f"{target.name}:", target),))
         for at, made in enumerate(self.instructions):
             if made.root == "call":
                 self.instructions[at] = replace(made, note=strings.get(self._pointed_to(at), ""))
 
     def _pointed_to(self, call: int) -> str:
         """The variable whose address is the first argument of a call: what st.param, cvta and mov make of it."""
-        wanted: Operand | None = None
+        wanted: Operand = Address(Symbol("param0"))
         for made in reversed(self.instructions[max(0, call - 200) : call]):
-            if wanted is None:
-                if made.op.startswith("st.param") and made.args[0] == Address(Symbol("param0")):
-                    wanted = made.args[1]
-            elif made.args and made.args[0] == wanted:
+            if made.args and made.args[0] == wanted:
                 wanted = made.args[1]
             if isinstance(wanted, Symbol):
                 return wanted.name
         return ""
-
-    def _parts(self, made: Instruction) -> list[Instruction]:
-        """A move of a vector register as one of each element."""
-        if made.root != "mov" or not made.has("v2", "v4"):
-            return [made]
-        d, a = made.args
-        if not isinstance(d, Vector):
-            raise made.unsupported("registers")
-        parts = tuple(part for part in made.parts if part not in ("v2", "v4"))
-        sources = a.items if isinstance(a, Vector) else (a,) * len(d.items)
-        return [
-            replace(made, op=".".join(parts), parts=parts, args=pair) for pair in zip(d.items, sources, strict=True)
-        ]
 
     def _locate(self, statement: str) -> None:
         """Line 0 stands for no line: what came before holds on."""
@@ -335,61 +274,61 @@ class _Reader:
         kernel, steps = here, 0
         while kernel in self.callers and steps < 100:
             kernel, steps = self.callers[kernel], steps + 1
-        file = self.files.get(here[0], "")
-        of_kernel = self.files.get(kernel[0], "")
+        file, of_kernel = (self.files.get(at[0], "") for at in (here, kernel))
         function = function_at(file, int(here[1])) or self.name
         self.site = Site(file, int(here[1]), function, int(kernel[1]), "" if of_kernel == file else of_kernel)
 
     def _declare(self, statement: str) -> None:
         found = re.match(r"\.reg\s+(?:\.v(\d)\s*)?\.([a-z]+)(\d*)(?:x\d)?\s+(.*)", statement, re.S)
-        if found is None or (found[2] != "pred" and found[3] not in WIDTHS):
-            raise UnsupportedPtx(f"the PTX machine does not know `{statement}`, at {self.site}")
-        width = WIDTHS["pred" if found[2] == "pred" else found[3]]
+        if found is None or (found[3] or found[2]) not in WIDTHS:
+            raise self._unknown(statement)
+        width = WIDTHS[found[3] or "pred"]
         for name in (each.strip() for each in found[4].split(",")):
-            if family := re.fullmatch(r"([$%\w]+)<(\d+)>", name):
-                self.families[-1][family[1]] = width, self.counts[width]
-                self.counts[width] += int(family[2])
-                continue
-            elements = [f"{name}.{part}" for part in "xyzw"[: int(found[1])]] if found[1] else [name]
-            made = [Reg(width, self.counts[width] + n, each) for n, each in enumerate(elements)]
+            family = re.fullmatch(r"([$%\w]+)<(\d+)>", name)
+            if family:
+                elements = [f"{family[1]}{n}" for n in range(int(family[2]))]
+            else:
+                elements = [f"{name}.{part}" for part in "xyzw"[: int(found[1])]] if found[1] else [name]
+            made = [Reg(width, number, each) for number, each in enumerate(elements, self.counts[width])]
             self.counts[width] += len(made)
-            self.scopes[-1] |= {each.name: each for each in made}
+            self.names |= {each.name: each for each in made}
             if found[1]:
-                self.scopes[-1][name] = Vector(tuple(made))
+                self.names[name] = Vector(tuple(made))
 
     def _place(self, statement: str) -> None:
         """Variables in memory: each name stands for its address."""
         form = r"\.(shared|local)(?:::cta)?\s+(?:\.align\s+(\d+)\s+)?(?:\.v(\d)\s+)?\.[a-z]+(\d+)\s+([^={]*)"
         found = re.fullmatch(form, statement, re.S)
         if found is None:
-            raise UnsupportedPtx(f"the PTX machine does not know `{statement}`, at {self.site}")
+            raise self._unknown(statement)
         size = int(found[4]) // 8 * int(found[3] or 1)
         align = int(found[2] or size)
-        for name in (each.strip() for each in found[5].split(",")):
+        for name in found[5].split(","):
             begin = -(-self.sizes[found[1]] // align) * align
-            self.scopes[-1][name.partition("[")[0].strip()] = Imm(str(begin))
+            self.names[name.partition("[")[0].strip()] = Imm(str(begin))
             try:
                 counts = [int(n.strip().rstrip("U"), 0) for n in re.findall(r"\[([^\]]*)\]", name)]
             except ValueError:
-                raise UnsupportedPtx(f"the PTX machine does not know `{statement}`, at {self.site}") from None
+                raise self._unknown(statement) from None
             self.sizes[found[1]] = begin + size * prod(counts)
+
+    def _unknown(self, statement: str) -> UnsupportedPtx:
+        return UnsupportedPtx(f"the PTX machine does not know `{statement}`, at {self.site}")
 
     def _instruction(self, statement: str) -> Instruction:
         text, guard, negated = statement, None, False
         if statement.startswith("@"):
             word, statement = statement.split(None, 1)
             negated = word[1] == "!"
-            found = self._register(word.lstrip("@!"))
+            found = self.names.get(word.lstrip("@!"))
             if not isinstance(found, Reg):
                 raise UnsupportedPtx(f"`{text}`: no predicate {word}, at {self.site}")
             guard = found
         matched = re.match(r"([a-z][\w.:]*)\s*(.*)", statement, re.S)
         if matched is None:
             raise UnsupportedPtx(f"`{text}` is no instruction, at {self.site}")
-        op = matched[1]
-        made = Instruction(op, (), self.site, " ".join(text.split()), guard, negated, tuple(op.split(".")))
-        args = tuple(self._operand(each, made) for each in _split(matched[2]))
-        return replace(made, args=args)
+        made = Instruction(matched[1], (), self.site, " ".join(text.split()), guard, negated)
+        return replace(made, args=tuple(self._operand(each, made) for each in _split(matched[2])))
 
     def _operand(self, text: str, of: Instruction) -> Operand:
         if text[0] in "{(":
@@ -398,8 +337,8 @@ class _Reader:
             return self._address(text[1:-1].strip(), of)
         if "|" in text:
             return Vector(tuple(self._operand(each.strip(), of) for each in text.split("|")))
-        if (register := self._register(text)) is not None:
-            return register
+        if (known := self.names.get(text)) is not None:
+            return known
         if text.startswith("%"):
             return Special(text[1:])
         if re.match(r"[-\d]", text):
@@ -415,19 +354,17 @@ class _Reader:
         coordinates = tuple(x for each in rest for x in (each.items if isinstance(each, Vector) else (each,)))
         return Address(self._operand(found[1], of), int(found[2] or "0", 0), coordinates)
 
-    def _register(self, text: str) -> Reg | Vector | Imm | None:
-        found = re.fullmatch(r"([$%_a-zA-Z]\w*?)(\d+)", text)
-        for scope, families in zip(reversed(self.scopes), reversed(self.families), strict=True):
-            if text in scope:
-                return scope[text]
-            if found and found[1] in families:
-                width, first = families[found[1]]
-                return Reg(width, first + int(found[2]), text)
-        return None
 
-
-def _label(name: str, scope: int) -> str:
-    return f"{name}@{scope}" if scope else name
+def _moves(made: Instruction) -> list[Instruction]:
+    """A move of a vector register as one of each element; another instruction as it is."""
+    if made.root != "mov" or not made.has("v2", "v4"):
+        return [made]
+    d, a = made.args
+    if not isinstance(d, Vector):
+        raise made.unsupported("registers")
+    op = re.sub(r"\.v[24]\b", "", made.op)
+    sources = a.items if isinstance(a, Vector) else (a,) * len(d.items)
+    return [replace(made, op=op, args=pair) for pair in zip(d.items, sources, strict=True)]
 
 
 def _split(text: str) -> list[str]:

@@ -24,7 +24,7 @@ from .copies import ALL, POISON, Barrier, BulkCopies, Copies, TensorLoad
 from .descriptors import NBYTES, TensorMap, misaligned, of_bytes
 from .kernel import Kernel
 from .memory import UNSIGNED, WIDEST, Window, rows_of_words
-from .multimem import FUNCTIONS
+from .numerics import REDUCTIONS
 from .parse import CONSTANTS, LOCAL, Imm, Instruction, UnsupportedPtx
 from .proxies import GenericWrites
 from .tensor_core import Products, matrix_places, multiply, multiply_doubles
@@ -437,7 +437,7 @@ class Lanes:
         value, active = self.warps(value), self.warps(mask)
         made = np.zeros(len(value), value.dtype)
         for warp in np.flatnonzero(active.any(1)):
-            made[warp] = FUNCTIONS[operation].reduce(value[warp, active[warp]])
+            made[warp] = REDUCTIONS[operation].reduce(value[warp, active[warp]])
         return np.repeat(made, 32)
 
     def match(self, kind: str, value: Any, mask: Any) -> tuple[Array, Array]:

@@ -14,7 +14,6 @@ order, and drop more bits. Those of integers are exact.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,47 +21,25 @@ import numpy as np
 
 from ..faults import Site
 from .alu import Emitter, handles
-from .numerics import from_bf16, from_fp8
+from .numerics import ELEMENTS, elements, saturate
 from .parse import Imm, Instruction, Operand, Reg, UnsupportedPtx
 
 Lanes = Any  # that of program.py, which imports this file
 Array = np.ndarray[Any, Any]
 
 
-def elements(words: Array, kind: str) -> Array:
-    """uint32 [...] -> the fp32 (or int32) values in them [..., e]."""
-    words = np.ascontiguousarray(words)
-    if kind == "tf32":
-        return (words & np.uint32(0xFFFFE000)).view(np.float32)[..., None]
-    halves = words.view(np.uint16).reshape(*words.shape, 2)
-    if kind == "bf16":
-        return from_bf16(halves)
-    if kind == "f16":
-        return halves.view(np.float16).astype(np.float32)
-    quarters = words.view(np.uint8).reshape(*words.shape, 4)
-    if kind in ("e4m3", "e5m2"):
-        return from_fp8(quarters, kind + "x2")
-    if kind in ("s8", "u8"):
-        return quarters.view(np.int8 if kind == "s8" else np.uint8).astype(np.int32)
-    raise ValueError(kind)
-
-
 # -- mma.sync ----------------------------------------------------------------------------------------------------------
 
 
-FACTORS = {
-    "f32": {"tf32", "bf16", "f16", "e4m3", "e5m2"},
-    "f16": {"f16"},
-    "s32": {"s8", "u8"},
-}  # by type of the sum
+FACTORS = {"f32": {"tf32", "bf16", "f16", "e4m3", "e5m2"}, "f16": {"f16"}, "s32": {"s8", "u8"}}  # by type of the sum
+Numbers = tuple[tuple[int, ...], ...]  # of the registers of D, A, B, C
 
 
 def unpacked(words: Array, to: str) -> Array:
     """Registers of sums [..., n, lanes] -> the sums, fp32 or int32; of fp16 there are twice as many."""
     if to != "f16":
         return words.view(np.float32 if to == "f32" else np.int32)
-    halves = np.ascontiguousarray(words).view(np.float16).reshape(*words.shape, 2).astype(np.float32)
-    return np.moveaxis(halves, -1, -2).reshape(*words.shape[:-2], -1, words.shape[-1])
+    return np.moveaxis(elements(words, "f16"), -1, -2).reshape(*words.shape[:-2], -1, words.shape[-1])
 
 
 def packed(sums: Array, to: str) -> Array:
@@ -84,53 +61,50 @@ def products(e: Emitter, run: list[Instruction]) -> list[str] | None:
     if first.parts[1:3] != ("sync", "aligned") or not first.has("row") or first.has("sp", "block_scale"):
         return None
     shape, (to, a, b, c) = first.parts[3], first.parts[-4:]
+    numbers = e.const([tuple(_numbers(e, x) for x in i.args[:4]) for i in run])
     if (shape, to, a, b, c) == ("m8n8k4", "f64", "f64", "f64", "f64"):
-        numbers = [tuple(_numbers(e, x) for x in i.args[:4]) for i in run]
-        return [f"S.mma({e.const(numbers)}, {a!r}, {b!r}, {to!r}, {e.mask}, {e.const(first.site)})"]
+        return [f"S.mma({numbers}, {a!r}, {b!r}, {to!r}, {e.mask}, {e.const(first.site)})"]
     if not re.fullmatch(r"m16n8k\d+", shape) or to != c or not {a, b} <= FACTORS.get(to, set()):
         return None
     if first.has("satfinite"):
         to += ".sat"
-    numbers = [tuple(_numbers(e, x) for x in i.args[:4]) for i in run]
-    return [f"S.mma({e.const(numbers)}, {a!r}, {b!r}, {to!r}, {e.mask}, {e.const(first.site)})"]
+    return [f"S.mma({numbers}, {a!r}, {b!r}, {to!r}, {e.mask}, {e.const(first.site)})"]
 
 
 def _numbers(e: Emitter, x: Operand) -> tuple[int, ...]:
     return tuple(each.number for each in e.items(x) if isinstance(each, Reg))
 
 
-def multiply(
-    registers: list[Array], numbers: list[tuple[tuple[int, ...], ...]], a: str, b: str, to: str
-) -> list[Array]:
-    """D of each product, uint32 [4 or 2, lanes]. registers: rows of uint32 [lanes]; numbers: of D, A, B, C.
+def _rows(registers: list[Array], numbers: tuple[int, ...]) -> Array:
+    return np.stack([registers[x] for x in numbers])
+
+
+def multiply(registers: list[Array], numbers: list[Numbers], a: str, b: str, to: str) -> list[Array]:
+    """D of each product, uint32 [4 or 2, lanes]. registers: rows of uint32 [lanes].
 
     to   f32, f16, s32, or s32.sat, limited to the type's range
     """
     lanes = len(registers[0])
     warps = lanes // 32
-    as_ = list(dict.fromkeys(n[1] for n in numbers))
-    bs = list(dict.fromkeys(n[2] for n in numbers))
-    left = np.stack([_left(np.stack([registers[x] for x in group]), a, warps) for group in as_])
-    right = np.stack([_right(np.stack([registers[x] for x in group]), b, warps) for group in bs])
+    as_, bs = (list(dict.fromkeys(n[operand] for n in numbers)) for operand in (1, 2))
+    left = np.stack([_left(_rows(registers, group), a, warps) for group in as_])
+    right = np.stack([_right(_rows(registers, group), b, warps) for group in bs])
     made = left[[as_.index(n[1]) for n in numbers]] @ right[[bs.index(n[2]) for n in numbers]]
-    made = made.reshape(len(numbers), warps, 2, 8, 4, 2).transpose(0, 2, 5, 1, 3, 4)
-    sums = unpacked(np.stack([np.stack([registers[x] for x in n[3]]) for n in numbers]), to)
-    made = made.reshape(len(numbers), 4, lanes)
+    made = made.reshape(len(numbers), warps, 2, 8, 4, 2).transpose(0, 2, 5, 1, 3, 4).reshape(len(numbers), 4, lanes)
+    sums = unpacked(np.stack([_rows(registers, n[3]) for n in numbers]), to)
     if to == "s32.sat":
-        sums = np.clip(sums.astype(np.int64) + made, -(1 << 31), (1 << 31) - 1).astype(np.int32)
-    else:
-        sums = sums + made
-    return list(packed(sums, to))
+        return list(packed(saturate(sums.astype(np.int64) + made, np.int32), to))
+    return list(packed(sums + made, to))
 
 
-def multiply_doubles(registers: list[Array], numbers: tuple[tuple[int, ...], ...]) -> Array:
-    """D of one product of fp64, m8n8k4: [2, lanes]. registers: rows of float64; numbers: of D, A, B, C.
+def multiply_doubles(registers: list[Array], numbers: Numbers) -> Array:
+    """D of one product of fp64, m8n8k4: [2, lanes]. registers: rows of float64.
 
     9.7.14.5.2: A [8, 4] has row g, column t; B [4, 8] row t, column g; C [8, 8] row g, columns 2t and 2t + 1.
     """
     _, (a,), (b,), c = numbers
     made = registers[a].reshape(-1, 8, 4) @ registers[b].reshape(-1, 8, 4).transpose(0, 2, 1)
-    return np.stack([registers[x] for x in c]) + made.reshape(-1, 2).T
+    return _rows(registers, c) + made.reshape(-1, 2).T
 
 
 def _left(words: Array, kind: str, warps: int) -> Array:
@@ -150,15 +124,12 @@ def _right(words: Array, kind: str, warps: int) -> Array:
 
 @handles("ldmatrix", "stmatrix")
 def _matrix(e: Emitter, i: Instruction) -> list[str] | None:
-    if not i.has("m8n8") or not i.has("b16"):
-        return None
-    count = next(int(part[1:]) for part in i.parts if part in ("x1", "x2", "x4"))
     at, registers = (i.args[1], i.args[0]) if i.root == "ldmatrix" else i.args[:2]
-    rows = [x.number for x in e.items(registers) if isinstance(x, Reg)]
-    if len(rows) != count:
+    rows = _numbers(e, registers)
+    if not i.has("m8n8") or not i.has("b16") or not i.has(f"x{len(rows)}"):
         return None
     name = "load_matrix" if i.root == "ldmatrix" else "store_matrix"
-    return [f"S.{name}({e.address(at, True)}, {e.const(rows)}, {i.has('trans')}, {e.mask}, {e.const(i.site)})"]
+    return [f"S.{name}({e.address(at)}, {e.const(rows)}, {i.has('trans')}, {e.mask}, {e.const(i.site)})"]
 
 
 def matrix_places(at: Array, matrix: int, transposed: bool) -> list[Array]:
@@ -179,28 +150,28 @@ def matrix_places(at: Array, matrix: int, transposed: bool) -> list[Array]:
 
 @handles("wgmma")
 def _wgmma(e: Emitter, i: Instruction) -> list[str] | None:
-    if i.parts[1] == "fence":
+    what = i.parts[1]
+    if what == "fence":
         return []
-    if i.parts[1] == "commit_group":
+    if what == "commit_group":
         return ["S.products.commit()"]
-    if i.parts[1] == "wait_group":
+    if what == "wait_group":
         (left,) = i.args
         assert isinstance(left, Imm)
         return [f"S.products.wait(S, {int(left.text, 0)})"]
-    shape = re.fullmatch(r"m64n(\d+)k\d+", i.parts[4]) if i.parts[1] == "mma_async" else None
-    if shape is None or i.has("sp", "satfinite"):
+    if what != "mma_async" or i.has("sp", "satfinite"):
         return None
-    to, a, b = i.parts[5:8]
-    if not {a, b} <= FACTORS.get(to, set()):
+    shape, to, a, b = i.parts[4:8]
+    size = re.fullmatch(r"m64n(\d+)k\d+", shape)
+    if size is None or not {a, b} <= FACTORS.get(to, set()):
         return None
     d, left, right, scale, *rest = i.args
-    given = [int(x.text, 0) for x in rest if isinstance(x, Imm)]  # scale a, scale b, transposed
-    signs, registers = given[:2] or [1, 1], isinstance(left, Reg) is False
-    transposed = (0, 0) if len(given) < 3 else (0, given[2]) if registers else (given[2], given[3])
-    held = e.const(_numbers(e, left)) if registers else "None"
-    described = "None" if registers else f"S.by_warp({e.read(left, 'b64')})"
+    sign_a, sign_b, *flags = [int(x.text, 0) for x in rest if isinstance(x, Imm)] or [1, 1]
+    transposed = (0, 0, *flags)[-2:]  # A in registers has no flag
+    described = f"S.by_warp({e.read(left, 'b64')})" if isinstance(left, Reg) else "None"
+    held = "None" if isinstance(left, Reg) else e.const(_numbers(e, left))
     made = (
-        f"Product({int(shape[1])}, {to!r}, {a!r}, {b!r}, {signs}, {transposed}, {e.const(_numbers(e, d))}, {held}, "
+        f"Product({size[1]}, {to!r}, {a!r}, {b!r}, {sign_a * sign_b}, {transposed}, {e.const(_numbers(e, d))}, {held}, "
         f"{described}, S.by_warp({e.read(right, 'b64')}), S.by_warp({e.read(scale, 'pred')}))"
     )
     return [f"S.products.issue(S, {made}, {e.mask}, {e.const(i.site)})"]
@@ -213,7 +184,7 @@ class Product(NamedTuple):
     to: str
     a: str
     b: str
-    signs: list[int]
+    sign: int
     transposed: tuple[int, int]
     d: tuple[int, ...]
     held: tuple[int, ...] | None
@@ -221,16 +192,10 @@ class Product(NamedTuple):
     right: Array
     scale: Array
 
-    @property
-    def k(self) -> int:
-        return 8 if self.a == "tf32" else 16 if self.a in ("f16", "bf16") else 32
-
-    def places(self) -> Iterator[Array]:
-        """Where its operands lie in shared memory."""
-        for descriptors, rows, transposed in ((self.right, self.n, 1), (self.left, 64, 0)):
-            if descriptors is not None:
-                for descriptor in {*descriptors.tolist()}:
-                    yield operand_places(descriptor, rows, self.k, 32 // self.k, bool(self.transposed[transposed]))
+    def places(self, operand: int, descriptor: int) -> Array:
+        """Where A (operand 0) or B (1) lies in shared memory."""
+        itemsize = np.dtype(ELEMENTS[self.a][0]).itemsize
+        return operand_places(descriptor, self.n if operand else 64, itemsize, bool(self.transposed[operand]))
 
 
 PENDING = np.uint32(0x7FC0DEAD)  # a NaN: what stands in D until the wait
@@ -248,10 +213,11 @@ class Products:
         lanes.whole_warps(mask, "wgmma", site)
         if mask is not True:
             raise UnsupportedPtx(f"wgmma by some warps of a program in lockstep, at {site}")
-        for places in product.places():
-            lanes.program.read_async(places, "wgmma", site)
+        for operand, descriptors in ((1, product.right), (0, product.left)):
+            for descriptor in {*descriptors.tolist()} if descriptors is not None else ():
+                lanes.program.read_async(product.places(operand, descriptor), "wgmma", site)
         if product.d not in self.sums:
-            self.sums[product.d] = unpacked(np.stack([lanes.u[x] for x in product.d]), product.to)
+            self.sums[product.d] = unpacked(_rows(lanes.u, product.d), product.to)
             if self.late:
                 for x in product.d:
                     lanes.u[x][:] = PENDING
@@ -275,29 +241,19 @@ class Products:
                     lanes.u[x][:] = made
 
     def _multiply(self, lanes: Lanes, product: Product) -> None:
-        n, k, total = product.n, product.k, self.sums[product.d]
-        warps = len(product.right)
-        keys = [
-            (
-                int(product.right[w]),
-                -1 if product.left is None else int(product.left[w]),
-                bool(product.scale[w]),
-            )
-            for w in range(warps)
-        ]
+        n, total, warps = product.n, self.sums[product.d], len(product.right)
+        lefts = [0] * warps if product.left is None else product.left.tolist()
+        keys = [*zip(product.right.tolist(), lefts, product.scale.tolist(), strict=True)]
         for key in dict.fromkeys(keys):
             own = [w for w in range(warps) if keys[w] == key]
             right, left, scale = key
-            places = operand_places(right, n, k, 32 // k, bool(product.transposed[1]))
-            b = shared_elements(lanes.shared, places, product.b)
+            b = shared_elements(lanes.shared, product.places(1, right), product.b)
             if product.held is not None:
-                words = np.stack([lanes.u[x] for x in product.held])
-                a = _left(words, product.a, warps)[own]
+                a = _left(_rows(lanes.u, product.held), product.a, warps)[own]
             else:
-                places = operand_places(left, 64, k, 32 // k, bool(product.transposed[0]))
-                a = shared_elements(lanes.shared, places, product.a).reshape(4, 16, k)
+                a = shared_elements(lanes.shared, product.places(0, left), product.a).reshape(4, 16, -1)
                 a = a[[(lanes.first // 32 + w) % 4 for w in own]]
-            made = a @ b.T * total.dtype.type(product.signs[0] * product.signs[1])
+            made = a @ b.T * total.dtype.type(product.sign)
             made = made.reshape(len(own), 2, 8, n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, len(own), 32)
             sums = total.reshape(n // 2, warps, 32)
             sums[:, own] = made + (sums[:, own] if scale else 0)
@@ -305,25 +261,11 @@ class Products:
 
 def shared_elements(shared: Array, places: Array, kind: str) -> Array:
     """fp32 (or int32) of elements in shared memory, by their places."""
-    itemsize = {"tf32": 4, "bf16": 2, "f16": 2}.get(kind, 1)
-    words = shared.view({4: np.uint32, 2: np.uint16, 1: np.uint8}[itemsize])[places // itemsize]
-    if kind == "tf32":
-        return elements(words, kind)[..., 0]
-    if kind == "bf16":
-        return from_bf16(words)
-    if kind == "f16":
-        return np.ascontiguousarray(words).view(np.float16).astype(np.float32)
-    if kind in ("s8", "u8"):
-        return words.view(np.int8 if kind == "s8" else np.uint8).astype(np.int32)
-    return from_fp8(words, kind + "x2")
+    word, decoded = ELEMENTS[kind]
+    return decoded(shared.view(word)[places // np.dtype(word).itemsize])
 
 
-SWIZZLES = {
-    0: (16, 0),
-    1: (128, 7),
-    2: (64, 3),
-    3: (32, 1),
-}  # bytes of a row of the pattern, and the mask of its bits
+SWIZZLES = {0: (16, 0), 1: (128, 7), 2: (64, 3), 3: (32, 1)}  # bytes of a row of the pattern, and the mask of its bits
 
 
 def swizzled(places: Array, mask: int) -> Array:
@@ -332,7 +274,7 @@ def swizzled(places: Array, mask: int) -> Array:
 
 
 @lru_cache(maxsize=4096)
-def operand_places(descriptor: int, rows: int, k: int, itemsize: int, transposed: bool) -> Array:
+def operand_places(descriptor: int, rows: int, itemsize: int, transposed: bool) -> Array:
     """Places in shared memory of an operand's elements [rows, k], rows being those of A or the columns of B.
 
     The canonical layouts of PTX ISA 9.7.15.5.1, in units of 16 bytes; for a swizzle of 128 bytes, u of them a row:
@@ -342,15 +284,13 @@ def operand_places(descriptor: int, rows: int, k: int, itemsize: int, transposed
     """
     start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
     width, mask = SWIZZLES[descriptor >> 62 & 3]
-    r, c = np.arange(rows)[:, None], np.arange(k)[None, :]
-    per = 16 // itemsize
+    r, c = np.arange(rows)[:, None], np.arange(32 // itemsize)[None, :]
     if not transposed:
         within = c * itemsize
         at = r // 8 * stride + r % 8 * width
         at = at + (within // 16 * leading + within % 16 if mask == 0 else within)
     else:
-        unit, inside = r // per, r % per * itemsize
-        units = width // 16
+        unit, inside, units = r * itemsize // 16, r * itemsize % 16, width // 16
         if mask == 0:
             at = unit * stride + c % 8 * 16 + c // 8 * leading + inside
         else:

@@ -57,7 +57,7 @@ class Given:
         text: Text = launch.kernel
         values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in launch.args.values()]
         kernel = translated(text.ptx, text.shared)
-        return kernel, dict(zip((p.name for p in kernel.listing.parameters), values, strict=True))
+        return kernel, dict(zip(kernel.listing.parameters, values, strict=True))
 
 
 def run_text(body: str, *tensors: Any, threads: int = 32, shared: int = 0, grid: int = 1, **options: Any) -> None:
