@@ -32,6 +32,7 @@ from .dense import (
     Operands,
     SimulatedWorld,
     beside_copies,
+    gpu,
     in_fp8,
     launched,
     meeting,
@@ -181,7 +182,7 @@ def compiled_cases(world_size: int, target: str) -> list[Case]:
 
     On sm_90 the 16-bit calls have tiles that wgmma takes, and TMA; the others are by pointers and mma.sync.
     """
-    machine = replace(GPU, capability=int(target.removeprefix("sm_")))
+    machine = gpu(target)
     fused = fused_cases(world_size, machine=machine)
     return [*fused, turns_case(world_size, machine), meeting_case(world_size, machine=machine)]
 

@@ -11,7 +11,7 @@ A gather whose rows travel by copies is issued as its rank's host does, see Note
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ STREAM = "copy"
 DECLARED: dict[str, tuple[Operation, FusedKernel]] = {
     kernel.name: (operation, kernel) for operation in OPERATIONS.values() for kernel in operation.kernels
 }
+
+
+def gpu(target: str) -> Machine:
+    """One of this kind, with as many SMs."""
+    return replace(GPU, capability=int(target.removeprefix("sm_")))
 
 
 # -- the group -------------------------------------------------------------------------------------------------------
