@@ -12,16 +12,18 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-WEAKER = {"sem": {"release": "relaxed", "acquire": "relaxed"}, "scope": {"sys": "gpu", "gpu": "cta"}}
-SIGNALS = re.compile(r"(wait\w*|arrive\w*|publish|publish_to_all|ready|debug_barrier|atomic_xchg)$")
-WAITS = ("wait", "wait_chunks", "wait_rows")
-TO_PEER = ("publish", "slot", "sums_at", "shard", "segment", *WAITS)  # whose second argument is a peer
-OF_CHUNK = ("publish", "wait", "wait_chunks", "publish_to_all")  # whose last arguments name flags
+DROPPED = {  # operator -> the calls that it drops
+    "drop wait": r"wait\w*|ready",
+    "drop publish": r"arrive\w*|publish|publish_to_all|atomic_xchg",
+    "drop barrier": "debug_barrier",
+    "drop store": "store",
+}
+TO_PEER = ("publish", "wait", "wait_chunks", "wait_rows", "slot", "sums_at", "shard", "segment")  # the second argument
+OF_CHUNK = {"publish": 2, "wait": 2, "wait_chunks": 2, "publish_to_all": 1}  # call -> the first argument for flags
 MOVES = re.compile(r"\b(load|store|atomic\w*|slot|record|\w+_(rows|tile|tiles|chunk|loop|sum|choices|partials))\(")
 OPERATORS = (
-    "drop wait", "drop publish", "drop barrier", "drop store", "swap", "weaken order", "narrow scope", "another peer",
-    "another flag", "another slot", "old number", "no wrap", "equality", "shift index", "off by one", "round down",
-    "start late",
+    *DROPPED, "swap", "weaken order", "narrow scope", "another peer", "another flag", "another slot", "old number",
+    "no wrap", "equality", "shift index", "off by one", "round down", "start late",
 )  # fmt: skip
 Edits = list[tuple[ast.AST, str]]
 
@@ -115,6 +117,10 @@ class Tree:
     def of(self, node: ast.AST) -> str:
         return self.text[slice(*self.span(node))]
 
+    def called(self, call: ast.Call) -> str:
+        """The last name of the function."""
+        return self.of(call.func).rpartition(".")[2]
+
     def edited(self, edits: Edits) -> str:
         text = self.text
         for (start, end), put_there in sorted(((self.span(node), new) for node, new in edits), reverse=True):
@@ -122,69 +128,58 @@ class Tree:
         return text
 
 
-def called(node: ast.AST) -> str:
-    """The last name of a call's function, "" for what is no call."""
-    return getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
-
-
 def changes(tree: Tree, node: Any) -> Iterator[tuple[str, Edits]]:
     """(operator, edits) of each operator whose site this node is."""
     of = tree.of
-    if isinstance(node, ast.Expr) and (name := called(node.value)):
-        signal = SIGNALS.match(name)
-        if name == "debug_barrier":
-            yield "drop barrier", [(node, "pass")]
-        elif name == "store":
-            yield "drop store", [(node, "pass")]
-        elif signal:
-            yield "drop wait" if name.startswith(("wait", "ready")) else "drop publish", [(node, "pass")]
-        if signal:
-            yield from swaps(tree, node)
-    elif isinstance(node, ast.While):
-        yield "drop wait", [(node.test, f"({of(node.test)}) & (1 == 0)")]
-    elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
-        weaker = WEAKER.get(node.arg or "", {}).get(str(node.value.value))
-        if weaker:
-            yield "weaken order" if node.arg == "sem" else "narrow scope", [(node.value, f'"{weaker}"')]
-    elif isinstance(node, ast.Call):
-        yield from ((operator, [edit]) for operator, edit in arguments(tree, node))
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd) and "epoch" in of(node.left):
-        yield "another slot", [(node.right, "0")]
-    elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt):
-        yield "off by one", [(node, f"{of(node.left)} <= {of(node.comparators[0])}")]
-        if isinstance(node.left, ast.BinOp) and "epoch" in of(node.left):
-            seen, epoch = of(node.left.left), of(node.left.right)
-            yield "no wrap", [(node, f"{seen} < {epoch}")]
-            yield "equality", [(node, f"{seen} != {epoch}")]
+    match node:
+        case ast.Expr(ast.Call() as call):
+            for operator, names in DROPPED.items():
+                if re.fullmatch(names, tree.called(call)):
+                    yield operator, [(node, "pass")]
+                    yield from () if operator == "drop store" else swaps(tree, node)
+        case ast.While(test):
+            yield "drop wait", [(test, f"({of(test)}) & (1 == 0)")]
+        case ast.keyword("sem", ast.Constant("release" | "acquire")):
+            yield "weaken order", [(node.value, '"relaxed"')]
+        case ast.keyword("scope", ast.Constant("sys" | "gpu" as scope)):
+            yield "narrow scope", [(node.value, {"sys": '"gpu"', "gpu": '"cta"'}[scope])]
+        case ast.Call():
+            yield from arguments(tree, node)
+        case ast.BinOp(left, ast.BitAnd(), right) if "epoch" in of(left):
+            yield "another slot", [(right, "0")]
+        case ast.Compare(left, [ast.Lt()], [right]):
+            yield "off by one", [(node, f"{of(left)} <= {of(right)}")]
+            if isinstance(left, ast.BinOp) and "epoch" in of(left):
+                yield "no wrap", [(node, f"{of(left.left)} < {of(left.right)}")]
+                yield "equality", [(node, f"{of(left.left)} != {of(left.right)}")]
 
 
-def arguments(tree: Tree, node: ast.Call) -> Iterator[tuple[str, tuple[ast.AST, str]]]:
+def arguments(tree: Tree, node: ast.Call) -> Iterator[tuple[str, Edits]]:
     """Operators on what a call is given."""
-    name, args, of = called(node), node.args, tree.of
+    name, args, of = tree.called(node), node.args, tree.of
     if name in ("load", "store") and args:
         index = args[0].elts[-1] if isinstance(args[0], ast.List) else args[0]  # a list: of a descriptor
-        yield "shift index", (index, f"({of(index)}) + 1")
+        yield "shift index", [(index, f"({of(index)}) + 1")]
         if name == "load" and of(index) == "peers.epoch":
-            yield "old number", (node, f"({of(node)} - 1)")
+            yield "old number", [(node, f"({of(node)} - 1)")]
     if name in TO_PEER and len(args) > 1:
-        world = "peers.world_size" if "peers" in tree.text else "WORLD"
-        world = of(args[2]) if name == "shard" else world
-        yield "another peer", (args[1], f"(({of(args[1])}) + 1) % {world}")
-    for each in args[1 if name == "publish_to_all" else 2 :] if name in OF_CHUNK else ():
-        yield "another flag", (each, f"({of(each)}) + 1")
+        world = of(args[2]) if name == "shard" else "peers.world_size" if "peers" in tree.text else "WORLD"
+        yield "another peer", [(args[1], f"(({of(args[1])}) + 1) % {world}")]
+    for each in args[OF_CHUNK.get(name, len(args)) :]:
+        yield "another flag", [(each, f"({of(each)}) + 1")]
     if name == "cdiv":
-        yield "round down", (node, f"(({of(args[0])}) // ({of(args[1])}))")
+        yield "round down", [(node, f"(({of(args[0])}) // ({of(args[1])}))")]
     if name in ("range", "static_range"):
         first = f"{of(args[0])} + 1" if len(args) > 1 else f"1, {of(args[0])}"
-        yield "start late", (args[0], first)
+        yield "start late", [(args[0], first)]
 
 
 def swaps(tree: Tree, node: Any) -> Iterator[tuple[str, Edits]]:
     """The signal, with the condition that it alone stands under, and the statement before or after it, which moves."""
     while isinstance(at := tree.parents[node], ast.If) and at.body == [node] and not at.orelse:
         node = at
-    parent = tree.parents[node]
-    block = next(b for b in (getattr(parent, "body", []), getattr(parent, "orelse", [])) if node in b)
+    parent: Any = tree.parents[node]
+    block = parent.body if node in parent.body else parent.orelse
     place = block.index(node)
     for other in (*block[:place][-1:], *block[place + 1 :][:1]):
         names = [[n for n in ast.walk(each) if isinstance(n, ast.Name)] for each in (node, other)]
