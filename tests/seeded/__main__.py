@@ -45,11 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     left = [] if options.report else [task for task in chosen if not fresh(task, kept)]
     coming = run(left, options.workers, options.minutes and 60 * options.minutes)
-    for n, (task, made) in enumerate(coming, start=1):
-        kept[task.name] = made
+    for n, made in enumerate(coming, start=1):
+        kept[made.task] = made
         save(options.keep, kept)
         kinds = Counter(verdict.kind for verdict in made.verdicts)
-        print(f"{n} of {len(left)}: {task.name}: " + ", ".join(f"{kinds[kind]} {kind}" for kind in kinds))
+        print(f"{n} of {len(left)}: {made.task}: " + ", ".join(f"{kinds[kind]} {kind}" for kind in kinds))
     return report(chosen, kept)
 
 

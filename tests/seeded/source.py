@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import fusedtp.kernels
+
 DROPPED = {  # operator -> the calls that it drops
     "drop wait": r"wait\w*|ready",
     "drop publish": r"arrive\w*|publish|publish_to_all|atomic_xchg",
@@ -46,9 +48,7 @@ class Fault(NamedTuple):
 @lru_cache
 def functions() -> list[Any]:
     """The library's kernels and device functions, as Triton has them."""
-    import fusedtp.kernels as package
-
-    names = [f"{package.__name__}.{m.name}" for m in pkgutil.iter_modules(package.__path__)]
+    names = [module.name for module in pkgutil.iter_modules(fusedtp.kernels.__path__, "fusedtp.kernels.")]
     of = [(name, each) for name in names for each in vars(importlib.import_module(name)).values()]
     return [f for name, f in of if hasattr(f, "_unsafe_update_src") and f.__module__ == name]
 
@@ -62,11 +62,9 @@ def kernels() -> list[str]:
 def reached(kernel: str) -> frozenset[str]:
     """The kernel and all functions that it calls, or hands to what it calls, directly or not."""
     words = {f.__name__: {*re.findall(r"\w+", f.src)} for f in functions()}
-    found, todo = set[str](), [kernel]
-    while todo:
-        if (name := todo.pop()) not in found:
-            found.add(name)
-            todo.extend(words[name] & {*words})
+    found = {kernel}
+    while more := {word for name in found for word in words[name] & words.keys()} - found:
+        found |= more
     return frozenset(found)
 
 
@@ -105,10 +103,10 @@ class Tree:
 
     def __init__(self, text: str) -> None:
         self.text, self.lines = text, text.splitlines(keepends=True)
-        every = [*ast.walk(ast.parse(text).body[0])]
+        every: list[Any] = [*ast.walk(ast.parse(text).body[0])]
         self.parents = {child: node for node in every for child in ast.iter_child_nodes(node)}
-        nodes: list[Any] = [n for n in every if isinstance(n, ast.expr | ast.stmt | ast.keyword)]
-        self.nodes = sorted(nodes, key=lambda n: (n.lineno, n.col_offset))
+        nodes = (node for node in every if isinstance(node, ast.expr | ast.stmt | ast.keyword))
+        self.nodes = sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
 
     def span(self, node: Any) -> tuple[int, int]:
         start, end = (sum(map(len, self.lines[: n - 1])) for n in (node.lineno, node.end_lineno))
@@ -178,8 +176,7 @@ def swaps(tree: Tree, node: Any) -> Iterator[tuple[str, Edits]]:
     """The signal, with the condition that it alone stands under, and the statement before or after it, which moves."""
     while isinstance(at := tree.parents[node], ast.If) and at.body == [node] and not at.orelse:
         node = at
-    parent: Any = tree.parents[node]
-    block = parent.body if node in parent.body else parent.orelse
+    block = at.body if node in at.body else at.orelse
     place = block.index(node)
     for other in (*block[:place][-1:], *block[place + 1 :][:1]):
         names = [[n for n in ast.walk(each) if isinstance(n, ast.Name)] for each in (node, other)]

@@ -54,7 +54,7 @@ IN_PTX = [(MEET, "sm_80", "weaken"), (MEET, "sm_90", "system scope"), (MATMUL, "
 @pytest.mark.parametrize("operator, function, kernel", IN_SOURCE)
 def test_faults_in_the_source_are_found(operator: str, function: str, kernel: str) -> None:
     fault = next(fault for fault in faults() if fault[:2] == (operator, function))
-    (verdict,) = in_source(fault.name, [kernel], fault)
+    (verdict,) = in_source([kernel], fault)
     assert verdict.right, verdict
 
 
@@ -66,7 +66,7 @@ def test_faults_in_ptx_are_found(kernel: str, target: str, only: str) -> None:
 
 def test_a_fault_that_does_not_compile_is_not_found() -> None:
     fault = next(fault for fault in faults() if fault.function == MEET)
-    (verdict,) = in_source(fault.name, [MEET], fault._replace(source="def meet_kernel(peers):\n    arrive(nobody)\n"))
+    (verdict,) = in_source([MEET], fault._replace(source="def meet_kernel(peers):\n    arrive(nobody)\n"))
     assert verdict.result == "crashed" and "does not compile" in verdict.said and not verdict.right
 
 
@@ -94,7 +94,7 @@ def test_a_change_of_a_kernel_makes_its_own_verdicts_stale() -> None:
 
 
 def test_what_is_saved_is_loaded_sorted(tmp_path: Path) -> None:
-    file, made = tmp_path / "kept", {f"wait | {n}": Kept("key", "3.9.0", [FOUND]) for n in range(20)}
+    file, made = tmp_path / "kept", {f"wait | {n}": Kept(f"wait | {n}", "key", "3.9.0", [FOUND]) for n in range(20)}
     save(file, made)
     assert [*load(file).items()] == sorted(made.items())
 

@@ -48,16 +48,15 @@ class Trial(NamedTuple):
     def schedules(self, fine: bool) -> Iterator[Schedule]:
         """All late effects; strategies and residencies in turn, each second a warp at a time; with `fine` all."""
         for i in range(WARPS if fine else SCHEDULES):
-            strategy, alive = ("random", "pct", "run_to_block")[i % 3], (None, "varying", 1, 2)[i // 2 % 4]
-            alive, warps = 1 if self.fails else alive, fine or i % 2 == 1
-            yield Schedule(strategy, i, alive, weak=True, fine=warps, target=self.target)
+            strategy = ("random", "pct", "run_to_block")[i % 3]
+            alive = 1 if self.fails else (None, "varying", 1, 2)[i // 2 % 4]
+            yield Schedule(strategy, i, alive, weak=True, fine=fine or i % 2 == 1, target=self.target)
 
 
 def under_trial(kernels: Iterable[str]) -> list[str]:
     """The kernels that trials of these launch: of fused ones the first few."""
-    wanted = {*kernels}
-    fused = [name for name in FUSED if name in wanted][:MOST_FUSED]
-    return [*(name for name in KERNELS if name in wanted and name not in FUSED), *fused]
+    wanted = [name for name in KERNELS if name in {*kernels}]
+    return [name for name in wanted if name not in FUSED] + [name for name in wanted if name in FUSED][:MOST_FUSED]
 
 
 def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
@@ -110,17 +109,8 @@ def calls(name: str) -> list[Call]:
 
 def called(what: str, made: Sequence[Call], target: str, number: int = 0) -> Trial:
     """number: of calls that were made before."""
-    case = fused_case(f"{what} of {made[0].operation}", made, seed=3, machine=gpu(target))
-
-    def make() -> Run:
-        run = case.make()
-        _slots, flags, _arrivals, epochs, *_ = run.memory
-        for of_sources, epoch in zip(flags.tensors, epochs.tensors):
-            of_sources.fill_(number)
-            epoch[0] = number + 1
-        return run
-
-    return Trial(replace(case, make=make), target)
+    name = f"{what} of {made[0].operation}"
+    return Trial(fused_case(name, made, seed=3, machine=gpu(target), number=number), target)
 
 
 def pipelined(name: str, target: str) -> Trial:

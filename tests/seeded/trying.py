@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
@@ -50,8 +50,9 @@ def shown(chosen: Iterable[Trial], compilers: dict[str, Compiler], fine: bool = 
     return "survived", "", len(every)
 
 
-def in_source(name: str, kernels: Iterable[str], fault: Fault | None = None) -> list[Verdict]:
-    """Kernels with a fault in the source, or as they are, in all that faults in them are tried in."""
+def in_source(kernels: Collection[str], fault: Fault | None = None) -> list[Verdict]:
+    """A fault in the source of these kernels, or a kernel as it is, in all that faults in it are tried in."""
+    name = fault.name if fault else f"none | {', '.join(kernels)}"
     chosen = [*trials(kernels)]  # what those of one rank must give is found without the fault
     with put(fault) if fault else nullcontext():
         return [Verdict(name, "", *shown(chosen, {target: Compiler(target) for target in TARGETS}))]
@@ -86,14 +87,12 @@ class Task(NamedTuple):
 
 def tasks(only: str = "") -> list[Task]:
     """Each kernel as it is, each fault in the source, the PTX of each kernel. only: words of a task's name."""
-    made, every = list[Task](), [*faults()]
-    for name in KERNELS:
-        whole = f"none | {name}"
-        made.append(Task(whole, key(under_trial([name])), partial(in_source, whole, [name])))
+    made = [Task(f"none | {name}", key(under_trial([name])), partial(in_source, [name])) for name in KERNELS]
+    every = [*faults()]
     sites = Counter(fault.operator for fault in every)
     for fault in sorted(every, key=lambda fault: sites[fault.operator]):  # operators with many sites last
         of = key(under_trial(fault.kernels), fault.source)
-        made.append(Task(fault.name, of, partial(in_source, fault.name, fault.kernels, fault)))
+        made.append(Task(fault.name, of, partial(in_source, fault.kernels, fault)))
     patterns = repr([(name, pattern.pattern) for name, (pattern, _) in ptx.OPERATORS.items()])
     for kernel, target in itertools.product(KERNELS[::-1], TARGETS):  # the fused ones last
         of = key(under_trial([kernel]), repr(target), patterns)
@@ -101,7 +100,7 @@ def tasks(only: str = "") -> list[Task]:
     return [task for task in made if only in task.name]
 
 
-def run(chosen: Sequence[Task], workers: int, seconds: float | None = None) -> Iterator[tuple[Task, Kept]]:
+def run(chosen: Sequence[Task], workers: int, seconds: float | None = None) -> Iterator[Kept]:
     """Each task's verdicts as they come, in several processes; tasks under way are given up after the time."""
     if not chosen:
         return
@@ -120,5 +119,5 @@ def _begin(cache: str) -> None:
     torch.set_num_threads(1)
 
 
-def _done(task: Task) -> tuple[Task, Kept]:
-    return task, Kept(task.key, triton.__version__, task.run())
+def _done(task: Task) -> Kept:
+    return Kept(task.name, task.key, triton.__version__, task.run())
