@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import fusedtp.kernels
 
+from .trials import KERNELS
+
 DROPPED = {  # operator -> the calls that it drops
     "drop wait": r"wait\w*|ready",
     "drop publish": r"arrive\w*|publish|publish_to_all|atomic_xchg",
@@ -53,11 +55,6 @@ def functions() -> list[Any]:
     return [f for name, f in of if hasattr(f, "_unsafe_update_src") and f.__module__ == name]
 
 
-def kernels() -> list[str]:
-    """Functions that are launched."""
-    return [f.__name__ for f in functions() if f.raw_src[0].startswith("@triton.jit")]
-
-
 @lru_cache
 def reached(kernel: str) -> frozenset[str]:
     """The kernel and all functions that it calls, or hands to what it calls, directly or not."""
@@ -89,7 +86,7 @@ def faults() -> Iterator[Fault]:
     """Every operator at every site."""
     for at, function in enumerate(functions()):
         name, tree, seen = function.__name__, Tree(function.src), Counter[tuple[str, str]]()
-        reaching = frozenset(kernel for kernel in kernels() if name in reached(kernel))
+        reaching = frozenset(kernel for kernel in KERNELS if name in reached(kernel))
         for node in tree.nodes:
             for operator, edits in changes(tree, node):
                 text = tree.lines[node.lineno - 1].split("  #")[0].strip()
@@ -115,10 +112,6 @@ class Tree:
     def of(self, node: ast.AST) -> str:
         return self.text[slice(*self.span(node))]
 
-    def called(self, call: ast.Call) -> str:
-        """The last name of the function."""
-        return self.of(call.func).rpartition(".")[2]
-
     def edited(self, edits: Edits) -> str:
         text = self.text
         for (start, end), put_there in sorted(((self.span(node), new) for node, new in edits), reverse=True):
@@ -130,9 +123,9 @@ def changes(tree: Tree, node: Any) -> Iterator[tuple[str, Edits]]:
     """(operator, edits) of each operator whose site this node is."""
     of = tree.of
     match node:
-        case ast.Expr(ast.Call() as call):
+        case ast.Expr(ast.Call(called)):
             for operator, names in DROPPED.items():
-                if re.fullmatch(names, tree.called(call)):
+                if re.fullmatch(rf"(\w+\.)*({names})", of(called)):
                     yield operator, [(node, "pass")]
                     yield from () if operator == "drop store" else swaps(tree, node)
         case ast.While(test):
@@ -141,8 +134,23 @@ def changes(tree: Tree, node: Any) -> Iterator[tuple[str, Edits]]:
             yield "weaken order", [(node.value, '"relaxed"')]
         case ast.keyword("scope", ast.Constant("sys" | "gpu" as scope)):
             yield "narrow scope", [(node.value, {"sys": '"gpu"', "gpu": '"cta"'}[scope])]
-        case ast.Call():
-            yield from arguments(tree, node)
+        case ast.Call(called, args):
+            name = of(called).rpartition(".")[2]
+            if name in ("load", "store") and args:
+                index = args[0].elts[-1] if isinstance(args[0], ast.List) else args[0]  # a list: of a descriptor
+                yield "shift index", [(index, f"({of(index)}) + 1")]
+                if name == "load" and of(index) == "peers.epoch":
+                    yield "old number", [(node, f"({of(node)} - 1)")]
+            if name in TO_PEER and len(args) > 1:
+                world = of(args[2]) if name == "shard" else "peers.world_size" if "peers" in tree.text else "WORLD"
+                yield "another peer", [(args[1], f"(({of(args[1])}) + 1) % {world}")]
+            for each in args[OF_CHUNK.get(name, len(args)) :]:
+                yield "another flag", [(each, f"({of(each)}) + 1")]
+            if name == "cdiv":
+                yield "round down", [(node, f"(({of(args[0])}) // ({of(args[1])}))")]
+            if name in ("range", "static_range"):
+                first = f"{of(args[0])} + 1" if len(args) > 1 else f"1, {of(args[0])}"
+                yield "start late", [(args[0], first)]
         case ast.BinOp(left, ast.BitAnd(), right) if "epoch" in of(left):
             yield "another slot", [(right, "0")]
         case ast.Compare(left, [ast.Lt()], [right]):
@@ -150,26 +158,6 @@ def changes(tree: Tree, node: Any) -> Iterator[tuple[str, Edits]]:
             if isinstance(left, ast.BinOp) and "epoch" in of(left):
                 yield "no wrap", [(node, f"{of(left.left)} < {of(left.right)}")]
                 yield "equality", [(node, f"{of(left.left)} != {of(left.right)}")]
-
-
-def arguments(tree: Tree, node: ast.Call) -> Iterator[tuple[str, Edits]]:
-    """Operators on what a call is given."""
-    name, args, of = tree.called(node), node.args, tree.of
-    if name in ("load", "store") and args:
-        index = args[0].elts[-1] if isinstance(args[0], ast.List) else args[0]  # a list: of a descriptor
-        yield "shift index", [(index, f"({of(index)}) + 1")]
-        if name == "load" and of(index) == "peers.epoch":
-            yield "old number", [(node, f"({of(node)} - 1)")]
-    if name in TO_PEER and len(args) > 1:
-        world = of(args[2]) if name == "shard" else "peers.world_size" if "peers" in tree.text else "WORLD"
-        yield "another peer", [(args[1], f"(({of(args[1])}) + 1) % {world}")]
-    for each in args[OF_CHUNK.get(name, len(args)) :]:
-        yield "another flag", [(each, f"({of(each)}) + 1")]
-    if name == "cdiv":
-        yield "round down", [(node, f"(({of(args[0])}) // ({of(args[1])}))")]
-    if name in ("range", "static_range"):
-        first = f"{of(args[0])} + 1" if len(args) > 1 else f"1, {of(args[0])}"
-        yield "start late", [(args[0], first)]
 
 
 def swaps(tree: Tree, node: Any) -> Iterator[tuple[str, Edits]]:

@@ -93,8 +93,7 @@ def calls(name: str) -> list[Call]:
     gathers, keeps = "all_gather" in name, bool(kernel and kernel.keeps)
     widths = (17, 5) if gathers and kernel and not kernel.pairs else (37,)
     pads = name == "all_gather_wgrad"  # rows of its result to multiples of 16; without any no tile waits
-    tile, chunk = 32 if pads else TILE, 8 if gathers else 2
-    first = Call(name, (3, 18, 2), widths, k=20, chunk=chunk, keep=keeps, tile=tile)
+    first = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps, tile=32 if pads else TILE)
     several = replace(first, programs=(2, 2))
     made = [
         first,
@@ -114,9 +113,7 @@ def called(what: str, made: Sequence[Call], target: str, number: int = 0) -> Tri
 
 
 def pipelined(name: str, target: str) -> Trial:
-    """Calls of two ranks, whose steps over K are whole: on sm_90 by TMA and by pointers. The third has one step, and a
-    fourth weights that lie as a gradient's.
-    """
+    """Whole steps over K, on sm_90 by TMA and by pointers; then one step; then weights that lie as a gradient's."""
     tile, chunk = {"sm_80": 32, "sm_90": 64}[target], 16 if name.startswith("all_gather") else 1
     call = Call(name, (64, 32), (40,), k=128, dtype=torch.float16, tile=tile, block_k=32, chunk=chunk)
     first = replace(call, tma=True) if target == "sm_90" else replace(call, sizes=(40, 24))
@@ -156,10 +153,9 @@ def failing(what: str, made: Sequence[Call | None], said: list[list[int]], targe
                 work.append([meeting(world, rank, 7 + rank)])
             else:
                 planned, _ = plan(call, operands(call, 0), world, rank, 7 + rank)
-                planned.args.update(args)
-                work.append([launched(planned)])
-        wanted = [torch.tensor(each) for each in said]
+                work.append([launched(replace(planned, args=planned.args | args))])
         memory = [replace(each, poisoned=False) for each in world.memory]  # what a failed call reads is not used
-        return Run(work, memory, lambda: compare("status", [s[:5] for s in world.statuses.tensors], wanted))
+        status = [each[:5] for each in world.statuses.tensors]
+        return Run(work, memory, lambda: compare("status", status, [*torch.tensor(said)]))
 
     return Case(what, make)

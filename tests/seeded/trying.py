@@ -14,11 +14,9 @@ from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
 
-import torch
 import triton
 
-from fusedtp.sim import explore
-from fusedtp.sim.faults import UnsupportedKernel
+from fusedtp.sim import UnsupportedKernel, explore
 from fusedtp.sim.ptx import TARGETS
 from fusedtp.sim.ptx.launch import Compiler
 
@@ -63,15 +61,14 @@ def in_ptx(kernel: str, target: str, only: str = "") -> list[Verdict]:
     where, wrong, last = f"{kernel} {target}", list[Verdict](), dict[ptx.Site, Verdict]()
     for trial in trials([kernel], target):
         base = Compiler(target)
-        for fine in (False, True):
-            clean = Verdict(f"none | {kernel}", where, *shown([trial], {target: base}, fine))
-            wrong += [clean] if clean.result != "survived" else []
+        clean = [Verdict(f"none | {kernel}", where, *shown([trial], {target: base}, fine)) for fine in (False, True)]
+        wrong += [verdict for verdict in clean if not verdict.right]
         own = {text for text, *_ in base._made.values() if f".entry {kernel}(" in text}
         for site in dict.fromkeys(site for text in own for site in ptx.sites(text) if only in site[0]):
             if site not in last or last[site].result == "survived":
                 other = Compiler(target)
-                for of, (text, *_) in base._made.items():
-                    other._made[of] = (ptx.edited(text, site) if text in own else text), *base._made[of][1:]
+                for of, (text, shared, maps, scratch) in base._made.items():
+                    other._made[of] = ptx.edited(text, site) if text in own else text, shared, maps, scratch
                 got = shown([trial], {target: other}, fine=site[0] == "ptx: drop barrier")
                 last[site] = Verdict(" | ".join(site), where, *got)
     return [*wrong, *last.values()]
@@ -84,15 +81,17 @@ class Task(NamedTuple):
     key: str
     run: Callable[[], list[Verdict]]
 
+    def tried(self) -> Kept:
+        return Kept(self.name, self.key, triton.__version__, self.run())
+
 
 def tasks(only: str = "") -> list[Task]:
     """Each kernel as it is, each fault in the source, the PTX of each kernel. only: words of a task's name."""
     made = [Task(f"none | {name}", key(under_trial([name])), partial(in_source, [name])) for name in KERNELS]
     every = [*faults()]
     sites = Counter(fault.operator for fault in every)
-    for fault in sorted(every, key=lambda fault: sites[fault.operator]):  # operators with many sites last
-        of = key(under_trial(fault.kernels), fault.source)
-        made.append(Task(fault.name, of, partial(in_source, fault.kernels, fault)))
+    every.sort(key=lambda fault: sites[fault.operator])  # operators with many sites last
+    made += [Task(f.name, key(under_trial(f.kernels), f.source), partial(in_source, f.kernels, f)) for f in every]
     patterns = repr([(name, pattern.pattern) for name, (pattern, _) in ptx.OPERATORS.items()])
     for kernel, target in itertools.product(KERNELS[::-1], TARGETS):  # the fused ones last
         of = key(under_trial([kernel]), repr(target), patterns)
@@ -105,19 +104,12 @@ def run(chosen: Sequence[Task], workers: int, seconds: float | None = None) -> I
     if not chosen:
         return
     end = time.monotonic() + (seconds or 1e9)
-    folder = tempfile.TemporaryDirectory(prefix="fusedtp-seeded-")
-    with folder as cache, multiprocessing.get_context("spawn").Pool(workers, _begin, [cache]) as pool:
-        results = pool.imap_unordered(_done, chosen)
-        with suppress(multiprocessing.TimeoutError):
-            for _ in chosen:
-                yield results.next(max(0, end - time.monotonic()))
-
-
-def _begin(cache: str) -> None:
-    """Of a worker. What faults compile to does not belong in a cache that stays."""
-    os.environ["TRITON_CACHE_DIR"] = cache
-    torch.set_num_threads(1)
-
-
-def _done(task: Task) -> Kept:
-    return Kept(task.name, task.key, triton.__version__, task.run())
+    with (
+        tempfile.TemporaryDirectory(prefix="fusedtp-seeded-") as cache,  # one that stays is no place for faults
+        patch.dict(os.environ, TRITON_CACHE_DIR=cache, OMP_NUM_THREADS="1"),
+        multiprocessing.get_context("spawn").Pool(workers) as pool,
+        suppress(multiprocessing.TimeoutError),
+    ):
+        results = pool.imap_unordered(Task.tried, chosen)
+        for _ in chosen:
+            yield results.next(max(0, end - time.monotonic()))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from .source import functions, reached
 
 KEPT = Path(__file__).with_name("verdicts.jsonl")
-KINDS = ("found", "equivalent", "not modelled", "no trial", "survived", "crashed")
+KINDS = ("found", "equivalent", "not modelled", "no trial", "survived", "crashed", "not tried yet")
 # faults that no schedule shows: why, where (of PTX kernels, or kernels and a target; else everywhere), names
 TABLE: list[dict[str, Any]] = tomllib.loads(KEPT.with_name("equivalent.toml").read_text())["equivalent"]
 
@@ -84,7 +84,7 @@ def _plain(source: str) -> str:
 def load(file: Path) -> dict[str, Kept]:
     """The file's lines by task; none if there is no file."""
     lines = map(json.loads, file.read_text().splitlines() if file.exists() else ())
-    return {task: Kept(task, *made, [Verdict(*v) for v in verdicts]) for task, *made, verdicts in lines}
+    return {task: Kept(task, key, triton, [Verdict(*v) for v in made]) for task, key, triton, made in lines}
 
 
 def save(file: Path, kept: dict[str, Kept]) -> None:
