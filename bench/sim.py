@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fusedtp.checks.cases import compiled_cases, fused_case
-from fusedtp.checks.dense import GPU, Call
+from fusedtp.checks.dense import Call, gpu
 from fusedtp.sim import Case, Schedule, explore, run_schedule
 from fusedtp.sim.case import memory_map
 from fusedtp.sim.explore import TARGET, compiler_for, schedules
@@ -105,8 +105,7 @@ def costs(case: Case, options: Options) -> dict[str, float]:
 def one_call(name: str, target: str) -> tuple[Case, float]:
     """A case of a single call, and the MB of its tensors."""
     ranks, operation, rows, columns, more = ONE_CALL[name]
-    machine = replace(GPU, capability=int(target.removeprefix("sm_")))
-    case = fused_case(name, [Call(operation, (rows,) * ranks, (columns,), **more)], machine=machine)
+    case = fused_case(name, [Call(operation, (rows,) * ranks, (columns,), **more)], machine=gpu(target))
     return case, sum(each.nbytes for each in memory_map(case.make()).allocations) / 1e6
 
 

@@ -32,6 +32,7 @@ from .dense import (
     Operands,
     SimulatedWorld,
     beside_copies,
+    gpu,
     in_fp8,
     launched,
     meeting,
@@ -90,14 +91,14 @@ def issue(
     return made
 
 
-def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0, machine: Machine = GPU) -> Case:
-    """A case of these calls, one after another on one workspace, planned for `machine`."""
+def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0, machine: Machine = GPU, number: int = 0) -> Case:
+    """A case of these calls, one after another on one workspace, planned for `machine`, after `number` others."""
     w = len(calls[0].sizes)
     given = [operands(call, seed + i) for i, call in enumerate(calls)]
 
     def make() -> Run:
         flags = max(2 * _chunks(call) for call in calls) * w  # enough for sums in parts
-        world = SimulatedWorld(w, max(slot_bytes(call) for call in calls), flags, machine)
+        world = SimulatedWorld(w, max(slot_bytes(call) for call in calls), flags, machine, number)
         work: list[list[Work]] = [[] for _ in range(w)]
         outs: list[tuple[Given, list[dict[str, Tensor]]]] = []
         for i, (call, inputs) in enumerate(zip(calls, given, strict=True)):
@@ -181,7 +182,7 @@ def compiled_cases(world_size: int, target: str) -> list[Case]:
 
     On sm_90 the 16-bit calls have tiles that wgmma takes, and TMA; the others are by pointers and mma.sync.
     """
-    machine = replace(GPU, capability=int(target.removeprefix("sm_")))
+    machine = gpu(target)
     fused = fused_cases(world_size, machine=machine)
     return [*fused, turns_case(world_size, machine), meeting_case(world_size, machine=machine)]
 

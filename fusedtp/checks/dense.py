@@ -11,7 +11,7 @@ A gather whose rows travel by copies is issued as its rank's host does, see Note
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,11 @@ DECLARED: dict[str, tuple[Operation, FusedKernel]] = {
 }
 
 
+def gpu(target: str) -> Machine:
+    """One of this kind, with as many SMs."""
+    return replace(GPU, capability=int(target.removeprefix("sm_")))
+
+
 # -- the group -------------------------------------------------------------------------------------------------------
 
 
@@ -46,9 +51,12 @@ class SimulatedWorld:
     slot_bytes         of one slot; every rank's data region holds two
     flags_per_source   chunks that one source can announce
     machine            for which launches are planned
+    number             of calls that were made before
     """
 
-    def __init__(self, world_size: int, slot_bytes: int, flags_per_source: int, machine: Machine = GPU) -> None:
+    def __init__(
+        self, world_size: int, slot_bytes: int, flags_per_source: int, machine: Machine = GPU, number: int = 0
+    ) -> None:
         w = world_size
         self.machine = machine
         self.world_size, self.flags_per_source = w, flags_per_source
@@ -57,8 +65,9 @@ class SimulatedWorld:
         self.flags = symmetric("flags", w, (w, flags_per_source), torch.int32, poisoned=False)
         self.arrivals = symmetric("arrivals", w, (2, w), torch.int64, poisoned=False)
         self.epochs = symmetric("epoch", w, (epoch_words(w),), torch.int32, poisoned=False)
-        for epoch in self.epochs.tensors:
-            epoch[0] = 1
+        for flags, epoch in zip(self.flags.tensors, self.epochs.tensors):
+            flags.fill_(number)
+            epoch[0] = number + 1
         self.failures = symmetric("failure", w, (8,), torch.int64, poisoned=False)
         self.statuses = symmetric("status", w, (8,), torch.int64, poisoned=False)
 

@@ -27,7 +27,7 @@ from fusedtp.ops.moe import fp8 as rows_to_experts
 from fusedtp.ops.moe import grouped, plan
 from fusedtp.sim.case import Case, Launch, Mismatch, Run, compare
 
-from .dense import GPU
+from .dense import gpu
 
 F32, F16, BF16, E4M3 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 UNWRITTEN = -7  # of integers; floats are NaN
@@ -340,6 +340,5 @@ def _rounded(got: Tensor, want: Tensor) -> Tensor:
 
 def local_cases(target: str) -> list[Case]:
     """Every kernel of one rank that a GPU of this kind has, in all its variants."""
-    machine = replace(GPU, capability=int(target.removeprefix("sm_")))
-    chosen = {name: variants(name, machine) for name in KERNELS}
+    chosen = {name: variants(name, gpu(target)) for name in KERNELS}
     return [local_case(name, *each) for name, each in chosen.items() if each]

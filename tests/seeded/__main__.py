@@ -43,36 +43,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not chosen:
         print(f"python -m tests.seeded: error: no task is named {options.only}", file=sys.stderr)
         return 2
-    left = [] if options.report else [task for task in chosen if not fresh(task, kept)]
-    coming = run(left, options.workers, options.minutes and 60 * options.minutes)
-    for n, (task, made) in enumerate(coming, start=1):
-        kept[task.name] = made
+    done = {task.name: kept[task.name] for task in chosen if task.name in kept and kept[task.name].key == task.key}
+    left = [] if options.report else [task for task in chosen if task.name not in done]
+    for n, made in enumerate(run(left, options.workers, options.minutes and 60 * options.minutes), start=1):
+        kept[made.task] = done[made.task] = made
         save(options.keep, kept)
         kinds = Counter(verdict.kind for verdict in made.verdicts)
-        print(f"{n} of {len(left)}: {task.name}: " + ", ".join(f"{kinds[kind]} {kind}" for kind in kinds))
-    return report(chosen, kept)
+        print(f"{n} of {len(left)}: {made.task}: " + ", ".join(f"{kinds[kind]} {kind}" for kind in kinds))
+    return report(chosen, done, stale=sum(task.name in kept for task in chosen) - len(done))
 
 
-def fresh(task: Task, kept: dict[str, Kept]) -> bool:
-    """Whether the task's verdicts are known, of the kernels as they are."""
-    return task.name in kept and kept[task.name].key == task.key
-
-
-def report(chosen: Sequence[Task], kept: dict[str, Kept]) -> int:
+def report(chosen: Sequence[Task], done: dict[str, Kept], stale: int) -> int:
     """Print what is known of these tasks and return the exit code."""
-    done = {task.name: kept[task.name] for task in chosen if fresh(task, kept)}
-    verdicts = [verdict for each in done.values() for verdict in each.verdicts]
+    verdicts = [verdict for task in chosen if task.name in done for verdict in done[task.name].verdicts]
     named = [(v.fault, v.kind) for v in verdicts]
     named += [(task.name, "not tried yet") for task in chosen if task.name not in done]
     counts = Counter((name.split(" | ")[0], kind) for name, kind in named)
     for (operator, kind), count in [*counts.items()]:
         if operator != "none":
             counts["all in PTX" if operator.startswith("ptx") else "all in source", kind] += count
-    kinds = (*KINDS, "not tried yet")
-    print(f"{'':30}" + "".join(f"{kind:>15}" for kind in kinds))
+    print(f"{'':30}" + "".join(f"{kind:>15}" for kind in KINDS))
     for operator in sorted({operator for operator, _ in counts}):
-        print(f"{operator:30}" + "".join(f"{counts[operator, kind] or '':>15}" for kind in kinds))
-    stale = sum(task.name in kept for task in chosen) - len(done)
+        print(f"{operator:30}" + "".join(f"{counts[operator, kind] or '':>15}" for kind in KINDS))
     versions = ", ".join(sorted({each.triton for each in done.values()}))
     print(f"{len(done)} of {len(chosen)} tasks tried, with Triton {versions}; {stale} stale, of changed kernels")
     wrong = [verdict for verdict in verdicts if not verdict.right]

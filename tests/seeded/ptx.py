@@ -40,10 +40,8 @@ def sites(text: str) -> dict[Site, list[int]]:
         inline += inline >= 0
         if "inline asm" in line:
             inline = 0 if "begin" in line else -1
-        if made := re.match(r"\s*\.loc\s+(\d+) (\d+) ", line):
-            if made[2] != "0" and inline < 2:
-                file, number = files[made[1]], int(made[2])
-            continue
+        if inline < 2 and (made := re.match(r"\s*\.loc\s+(\d+) ([1-9]\d*) ", line)):
+            file, number = files[made[1]], int(made[2])
         for operator, (pattern, _) in OPERATORS.items():
             if pattern.search(line):
                 place = function_at(file, number), linecache.getline(file, number).split("  #")[0].strip()

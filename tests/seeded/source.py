@@ -12,16 +12,22 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-WEAKER = {"sem": {"release": "relaxed", "acquire": "relaxed"}, "scope": {"sys": "gpu", "gpu": "cta"}}
-SIGNALS = re.compile(r"(wait\w*|arrive\w*|publish|publish_to_all|ready|debug_barrier|atomic_xchg)$")
-WAITS = ("wait", "wait_chunks", "wait_rows")
-TO_PEER = ("publish", "slot", "sums_at", "shard", "segment", *WAITS)  # whose second argument is a peer
-OF_CHUNK = ("publish", "wait", "wait_chunks", "publish_to_all")  # whose last arguments name flags
+import fusedtp.kernels
+
+from .trials import KERNELS
+
+DROPPED = {  # operator -> the calls that it drops
+    "drop wait": r"wait\w*|ready",
+    "drop publish": r"arrive\w*|publish|publish_to_all|atomic_xchg",
+    "drop barrier": "debug_barrier",
+    "drop store": "store",
+}
+TO_PEER = ("publish", "wait", "wait_chunks", "wait_rows", "slot", "sums_at", "shard", "segment")  # the second argument
+OF_CHUNK = {"publish": 2, "wait": 2, "wait_chunks": 2, "publish_to_all": 1}  # call -> the first argument for flags
 MOVES = re.compile(r"\b(load|store|atomic\w*|slot|record|\w+_(rows|tile|tiles|chunk|loop|sum|choices|partials))\(")
 OPERATORS = (
-    "drop wait", "drop publish", "drop barrier", "drop store", "swap", "weaken order", "narrow scope", "another peer",
-    "another flag", "another slot", "old number", "no wrap", "equality", "shift index", "off by one", "round down",
-    "start late",
+    *DROPPED, "swap", "weaken order", "narrow scope", "another peer", "another flag", "another slot", "old number",
+    "no wrap", "equality", "shift index", "off by one", "round down", "start late",
 )  # fmt: skip
 Edits = list[tuple[ast.AST, str]]
 
@@ -44,27 +50,18 @@ class Fault(NamedTuple):
 @lru_cache
 def functions() -> list[Any]:
     """The library's kernels and device functions, as Triton has them."""
-    import fusedtp.kernels as package
-
-    names = [f"{package.__name__}.{m.name}" for m in pkgutil.iter_modules(package.__path__)]
+    names = [module.name for module in pkgutil.iter_modules(fusedtp.kernels.__path__, "fusedtp.kernels.")]
     of = [(name, each) for name in names for each in vars(importlib.import_module(name)).values()]
     return [f for name, f in of if hasattr(f, "_unsafe_update_src") and f.__module__ == name]
-
-
-def kernels() -> list[str]:
-    """Functions that are launched."""
-    return [f.__name__ for f in functions() if f.raw_src[0].startswith("@triton.jit")]
 
 
 @lru_cache
 def reached(kernel: str) -> frozenset[str]:
     """The kernel and all functions that it calls, or hands to what it calls, directly or not."""
     words = {f.__name__: {*re.findall(r"\w+", f.src)} for f in functions()}
-    found, todo = set[str](), [kernel]
-    while todo:
-        if (name := todo.pop()) not in found:
-            found.add(name)
-            todo.extend(words[name] & {*words})
+    found = {kernel}
+    while more := {word for name in found for word in words[name] & words.keys()} - found:
+        found |= more
     return frozenset(found)
 
 
@@ -89,7 +86,7 @@ def faults() -> Iterator[Fault]:
     """Every operator at every site."""
     for at, function in enumerate(functions()):
         name, tree, seen = function.__name__, Tree(function.src), Counter[tuple[str, str]]()
-        reaching = frozenset(kernel for kernel in kernels() if name in reached(kernel))
+        reaching = frozenset(kernel for kernel in KERNELS if name in reached(kernel))
         for node in tree.nodes:
             for operator, edits in changes(tree, node):
                 text = tree.lines[node.lineno - 1].split("  #")[0].strip()
@@ -103,10 +100,10 @@ class Tree:
 
     def __init__(self, text: str) -> None:
         self.text, self.lines = text, text.splitlines(keepends=True)
-        every = [*ast.walk(ast.parse(text).body[0])]
+        every: list[Any] = [*ast.walk(ast.parse(text).body[0])]
         self.parents = {child: node for node in every for child in ast.iter_child_nodes(node)}
-        nodes: list[Any] = [n for n in every if isinstance(n, ast.expr | ast.stmt | ast.keyword)]
-        self.nodes = sorted(nodes, key=lambda n: (n.lineno, n.col_offset))
+        nodes = (node for node in every if isinstance(node, ast.expr | ast.stmt | ast.keyword))
+        self.nodes = sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
 
     def span(self, node: Any) -> tuple[int, int]:
         start, end = (sum(map(len, self.lines[: n - 1])) for n in (node.lineno, node.end_lineno))
@@ -122,69 +119,52 @@ class Tree:
         return text
 
 
-def called(node: ast.AST) -> str:
-    """The last name of a call's function, "" for what is no call."""
-    return getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
-
-
 def changes(tree: Tree, node: Any) -> Iterator[tuple[str, Edits]]:
     """(operator, edits) of each operator whose site this node is."""
     of = tree.of
-    if isinstance(node, ast.Expr) and (name := called(node.value)):
-        signal = SIGNALS.match(name)
-        if name == "debug_barrier":
-            yield "drop barrier", [(node, "pass")]
-        elif name == "store":
-            yield "drop store", [(node, "pass")]
-        elif signal:
-            yield "drop wait" if name.startswith(("wait", "ready")) else "drop publish", [(node, "pass")]
-        if signal:
-            yield from swaps(tree, node)
-    elif isinstance(node, ast.While):
-        yield "drop wait", [(node.test, f"({of(node.test)}) & (1 == 0)")]
-    elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
-        weaker = WEAKER.get(node.arg or "", {}).get(str(node.value.value))
-        if weaker:
-            yield "weaken order" if node.arg == "sem" else "narrow scope", [(node.value, f'"{weaker}"')]
-    elif isinstance(node, ast.Call):
-        yield from ((operator, [edit]) for operator, edit in arguments(tree, node))
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd) and "epoch" in of(node.left):
-        yield "another slot", [(node.right, "0")]
-    elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt):
-        yield "off by one", [(node, f"{of(node.left)} <= {of(node.comparators[0])}")]
-        if isinstance(node.left, ast.BinOp) and "epoch" in of(node.left):
-            seen, epoch = of(node.left.left), of(node.left.right)
-            yield "no wrap", [(node, f"{seen} < {epoch}")]
-            yield "equality", [(node, f"{seen} != {epoch}")]
-
-
-def arguments(tree: Tree, node: ast.Call) -> Iterator[tuple[str, tuple[ast.AST, str]]]:
-    """Operators on what a call is given."""
-    name, args, of = called(node), node.args, tree.of
-    if name in ("load", "store") and args:
-        index = args[0].elts[-1] if isinstance(args[0], ast.List) else args[0]  # a list: of a descriptor
-        yield "shift index", (index, f"({of(index)}) + 1")
-        if name == "load" and of(index) == "peers.epoch":
-            yield "old number", (node, f"({of(node)} - 1)")
-    if name in TO_PEER and len(args) > 1:
-        world = "peers.world_size" if "peers" in tree.text else "WORLD"
-        world = of(args[2]) if name == "shard" else world
-        yield "another peer", (args[1], f"(({of(args[1])}) + 1) % {world}")
-    for each in args[1 if name == "publish_to_all" else 2 :] if name in OF_CHUNK else ():
-        yield "another flag", (each, f"({of(each)}) + 1")
-    if name == "cdiv":
-        yield "round down", (node, f"(({of(args[0])}) // ({of(args[1])}))")
-    if name in ("range", "static_range"):
-        first = f"{of(args[0])} + 1" if len(args) > 1 else f"1, {of(args[0])}"
-        yield "start late", (args[0], first)
+    match node:
+        case ast.Expr(ast.Call(called)):
+            for operator, names in DROPPED.items():
+                if re.fullmatch(rf"(\w+\.)*({names})", of(called)):
+                    yield operator, [(node, "pass")]
+                    yield from () if operator == "drop store" else swaps(tree, node)
+        case ast.While(test):
+            yield "drop wait", [(test, f"({of(test)}) & (1 == 0)")]
+        case ast.keyword("sem", ast.Constant("release" | "acquire")):
+            yield "weaken order", [(node.value, '"relaxed"')]
+        case ast.keyword("scope", ast.Constant("sys" | "gpu" as scope)):
+            yield "narrow scope", [(node.value, {"sys": '"gpu"', "gpu": '"cta"'}[scope])]
+        case ast.Call(called, args):
+            name = of(called).rpartition(".")[2]
+            if name in ("load", "store") and args:
+                index = args[0].elts[-1] if isinstance(args[0], ast.List) else args[0]  # a list: of a descriptor
+                yield "shift index", [(index, f"({of(index)}) + 1")]
+                if name == "load" and of(index) == "peers.epoch":
+                    yield "old number", [(node, f"({of(node)} - 1)")]
+            if name in TO_PEER and len(args) > 1:
+                world = of(args[2]) if name == "shard" else "peers.world_size" if "peers" in tree.text else "WORLD"
+                yield "another peer", [(args[1], f"(({of(args[1])}) + 1) % {world}")]
+            for each in args[OF_CHUNK.get(name, len(args)) :]:
+                yield "another flag", [(each, f"({of(each)}) + 1")]
+            if name == "cdiv":
+                yield "round down", [(node, f"(({of(args[0])}) // ({of(args[1])}))")]
+            if name in ("range", "static_range"):
+                first = f"{of(args[0])} + 1" if len(args) > 1 else f"1, {of(args[0])}"
+                yield "start late", [(args[0], first)]
+        case ast.BinOp(left, ast.BitAnd(), right) if "epoch" in of(left):
+            yield "another slot", [(right, "0")]
+        case ast.Compare(left, [ast.Lt()], [right]):
+            yield "off by one", [(node, f"{of(left)} <= {of(right)}")]
+            if isinstance(left, ast.BinOp) and "epoch" in of(left):
+                yield "no wrap", [(node, f"{of(left.left)} < {of(left.right)}")]
+                yield "equality", [(node, f"{of(left.left)} != {of(left.right)}")]
 
 
 def swaps(tree: Tree, node: Any) -> Iterator[tuple[str, Edits]]:
     """The signal, with the condition that it alone stands under, and the statement before or after it, which moves."""
     while isinstance(at := tree.parents[node], ast.If) and at.body == [node] and not at.orelse:
         node = at
-    parent = tree.parents[node]
-    block = next(b for b in (getattr(parent, "body", []), getattr(parent, "orelse", [])) if node in b)
+    block = at.body if node in at.body else at.orelse
     place = block.index(node)
     for other in (*block[:place][-1:], *block[place + 1 :][:1]):
         names = [[n for n in ast.walk(each) if isinstance(n, ast.Name)] for each in (node, other)]

@@ -19,21 +19,18 @@ from typing import NamedTuple
 
 import torch
 
+from fusedtp.checks import experts, local
 from fusedtp.checks.cases import fused_case, meeting_case, operands, plan, slot_bytes
-from fusedtp.checks.dense import DECLARED, Call, SimulatedWorld, launched, meeting
-from fusedtp.checks.experts import OPERATIONS as EXPERTS
-from fusedtp.checks.experts import routed
-from fusedtp.checks.local import KERNELS as LOCAL
-from fusedtp.checks.local import MAKES_FP8, PRODUCTS, local_case, variants
-from fusedtp.ops.launch.config import Machine
+from fusedtp.checks.dense import DECLARED, TILE, Call, SimulatedWorld, gpu, launched, meeting
 from fusedtp.sim import Case, Run, Schedule, compare
-from fusedtp.sim.case import Work
+from fusedtp.sim.ptx import TARGETS
 
 FUSED = {kernel.function: name for name, (_, kernel) in DECLARED.items() if not kernel.in_fp8}
-FUSED |= {f"{name}_kernel": name for name in EXPERTS}
+FUSED |= {f"{name}_kernel": name for name in experts.OPERATIONS}
 IN_FP8 = {kernel.function: name for name, (_, kernel) in DECLARED.items() if kernel.in_fp8}  # of functions in FUSED
-KERNELS = (*FUSED, *(f"{name}_kernel" for name in (*LOCAL, "meet")))
+KERNELS = (*FUSED, *(f"{name}_kernel" for name in (*local.KERNELS, "meet")))
 MOST_FUSED = 3  # kernels in which a fault of what they share is tried
+SCHEDULES, WARPS = 4, 16  # of each trial; of a barrier in PTX, which warps show that run one at a time
 
 
 class Trial(NamedTuple):
@@ -48,52 +45,44 @@ class Trial(NamedTuple):
     target: str
     fails: bool = False
 
-    def schedules(self, count: int, fine: bool) -> Iterator[Schedule]:
+    def schedules(self, fine: bool) -> Iterator[Schedule]:
         """All late effects; strategies and residencies in turn, each second a warp at a time; with `fine` all."""
-        for i in range(count):
-            strategy, alive = ("random", "pct", "run_to_block")[i % 3], (None, "varying", 1, 2)[i // 2 % 4]
-            alive, warps = 1 if self.fails else alive, fine or i % 2 == 1
-            yield Schedule(strategy, i, alive, weak=True, fine=warps, target=self.target)
-
-
-def gpu(target: str) -> Machine:
-    return Machine("cuda", 3, 160 * 1024, capability=int(target.removeprefix("sm_")))
+        for i in range(WARPS if fine else SCHEDULES):
+            strategy = ("random", "pct", "run_to_block")[i % 3]
+            alive = 1 if self.fails else (None, "varying", 1, 2)[i // 2 % 4]
+            yield Schedule(strategy, i, alive, weak=True, fine=fine or i % 2 == 1, target=self.target)
 
 
 def under_trial(kernels: Iterable[str]) -> list[str]:
     """The kernels that trials of these launch: of fused ones the first few."""
-    wanted = {*kernels}
-    fused = [name for name in FUSED if name in wanted][:MOST_FUSED]
-    return [*(name for name in KERNELS if name in wanted and name not in FUSED), *fused]
+    wanted = [name for name in KERNELS if name in {*kernels}]
+    return [name for name in wanted if name not in FUSED] + [name for name in wanted if name in FUSED][:MOST_FUSED]
 
 
 def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
     """What tries these kernels. only: this target, and of fused kernels strangers, then pipelined, then other calls."""
-    chosen, targets, first = under_trial(kernels), (only,) if only else ("sm_80", "sm_90"), only or "sm_80"
-    for name in [name for name in LOCAL if f"{name}_kernel" in chosen]:
-        for target in targets if name in (*PRODUCTS, *MAKES_FP8) else (first,):
-            yield from (Trial(local_case(name, each), target) for each in variants(name, gpu(target)))
+    chosen, targets, first = under_trial(kernels), (only,) if only else TARGETS, only or "sm_80"
+    for name in [name for name in local.KERNELS if f"{name}_kernel" in chosen]:
+        for target in targets if name in (*local.PRODUCTS, *local.MAKES_FP8) else (first,):
+            yield from (Trial(local.local_case(name, each), target) for each in local.variants(name, gpu(target)))
     if "meet_kernel" in chosen:
-        yield Trial(strangers("meet", first), first, fails=True)
+        yield strangers("meet", first)
         yield Trial(meeting_case(2, machine=gpu(first)), first)
     fused = [FUSED[kernel] for kernel in chosen if kernel in FUSED]
-    for name in () if only else fused:
-        yield Trial(case_of("calls", calls(name), first, number=2**31 - 2), first)
+    wrapping = [called("calls", calls(name), first, number=2**31 - 2) for name in fused]
+    yield from () if only else wrapping
     for name in fused:
-        yield Trial(strangers(name, first), first, fails=True)
-        if not only and name in EXPERTS:
-            yield Trial(overflowing(name, first), first)
-        if not only and name in EXPERTS and name != "moe_combine":
-            other = [replace(call, keep=True) for call in calls(name)[::3]]
-            yield Trial(case_of("other", other, first), first)
+        yield strangers(name, first)
+        if not only and name in experts.OPERATIONS:
+            yield overflowing(name, first)
+            if name != "moe_combine":
+                yield called("other", [replace(call, keep=True) for call in calls(name)[::3]], first)
         if not only and name.startswith("all_gather"):
-            copied = [replace(call, copied=by) for call, by in zip(calls(name), ((1,), (), (), (0, 1, 2)))]
-            yield Trial(case_of("copied", copied, first), first)
-    yield from (Trial(pipelined(name, target), target) for target in targets for name in fused)
-    for name in fused if only else ():
-        yield Trial(case_of("calls", calls(name), only, number=2**31 - 2), only)
-    for name in () if only else (IN_FP8[kernel] for kernel in chosen if kernel in IN_FP8):
-        yield Trial(case_of("calls", calls(name)[::3], "sm_90"), "sm_90")
+            brought = (1,), (), (), (0, 1, 2)
+            yield called("copied", [replace(call, copied=by) for call, by in zip(calls(name), brought)], first)
+    yield from (pipelined(name, target) for target in targets for name in fused)
+    in_fp8 = [IN_FP8[kernel] for kernel in chosen if kernel in IN_FP8]
+    yield from wrapping if only else (called("calls", calls(name)[::3], "sm_90") for name in in_fp8)
 
 
 # -- fused kernels -----------------------------------------------------------------------------------------------------
@@ -103,48 +92,38 @@ def calls(name: str) -> list[Call]:
     kernel = DECLARED[name][1] if name in DECLARED else None
     gathers, keeps = "all_gather" in name, bool(kernel and kernel.keeps)
     widths = (17, 5) if gathers and kernel and not kernel.pairs else (37,)
-    first = empty = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps)
-    if name == "all_gather_wgrad":  # pads rows of its result to multiples of 16; without any no tile waits
-        first, empty = replace(first, tile=32), replace(first, tile=32, widths=(0,))
-    twice = replace(first, batch=2) if kernel else first
-    more = (replace(twice, k=5), (3, 0, 2)), (empty, (0, 0, 0)), (first, (2, 2, 33))
-    made = [first, *(replace(call, sizes=sizes, programs=(2, 2)) for call, sizes in more)]
+    pads = name == "all_gather_wgrad"  # rows of its result to multiples of 16; without any no tile waits
+    first = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps, tile=32 if pads else TILE)
+    several = replace(first, programs=(2, 2))
+    made = [
+        first,
+        replace(several, sizes=(3, 0, 2), k=5, batch=2 if kernel else 1),
+        replace(several, sizes=(0, 0, 0), widths=(0,) if pads else widths),
+        replace(several, sizes=(2, 2, 33)),
+    ]
     if name in ("matmul_reduce_scatter", "two_shot_all_reduce"):  # windows of two chunks, the last with one
         made[-1] = replace(made[-1], programs=(3, 4), chunk=1)
     return made
 
 
-def pipelined(name: str, target: str) -> Case:
-    """Calls of two ranks, whose steps over K are whole: on sm_90 by TMA and by pointers. The third has one step, and a
-    fourth weights that lie as a gradient's.
-    """
+def called(what: str, made: Sequence[Call], target: str, number: int = 0) -> Trial:
+    """number: of calls that were made before."""
+    name = f"{what} of {made[0].operation}"
+    return Trial(fused_case(name, made, seed=3, machine=gpu(target), number=number), target)
+
+
+def pipelined(name: str, target: str) -> Trial:
+    """Whole steps over K, on sm_90 by TMA and by pointers; then one step; then weights that lie as a gradient's."""
     tile, chunk = {"sm_80": 32, "sm_90": 64}[target], 16 if name.startswith("all_gather") else 1
     call = Call(name, (64, 32), (40,), k=128, dtype=torch.float16, tile=tile, block_k=32, chunk=chunk)
     first = replace(call, tma=True) if target == "sm_90" else replace(call, sizes=(40, 24))
     made = [first, call, replace(call, k=32)]
     if name in ("all_gather_matmul", "matmul_reduce_scatter"):
         made.append(replace(first, k=64, transposed=True))
-    return case_of("pipelined calls", made, target)
+    return called("pipelined calls", made, target)
 
 
-def case_of(what: str, made: Sequence[Call], target: str, number: int = 0) -> Case:
-    """number: of calls that were made before."""
-    case = fused_case(f"{what} of {made[0].operation}", made, seed=3, machine=gpu(target))
-
-    def make() -> Run:
-        run = case.make()
-        for memory in [memory for memory in run.memory if memory.name in ("flags", "epoch")]:
-            for tensor in memory.tensors:
-                if memory.name == "flags":
-                    tensor.fill_(number)
-                else:
-                    tensor[:1].fill_(number).add_(1)  # which wraps
-        return run
-
-    return replace(case, make=make)
-
-
-def strangers(name: str, target: str) -> Case:
+def strangers(name: str, target: str) -> Trial:
     """Each waits for rows that the other, in its own call, does not send; or only one does, or none."""
     sizes = [(0, 5), (5, 0)]
     if name in ("matmul_reduce_scatter", "moe_matmul_combine"):  # what a rank waits for are its own rows
@@ -153,14 +132,14 @@ def strangers(name: str, target: str) -> Case:
         sizes = [(0, 0), (0, 0) if name.startswith("one") else (0, 5)]
     made = [None] * 2 if name == "meet" else [replace(calls(name)[0], sizes=each, k=16) for each in sizes]
     said = [[2, 1 - rank, -1, 7 + rank, 8 - rank] for rank in range(2)]
-    return failing(f"strangers in {name}", made, said, target)
+    return Trial(failing(f"strangers in {name}", made, said, target), target, fails=True)
 
 
-def overflowing(name: str, target: str) -> Case:
+def overflowing(name: str, target: str) -> Trial:
     """All rows are for the first rank, which has no room for them."""
     call = replace(calls(name)[0], routing="first")
-    rows = int(routed(call, 0).table.sum())
-    return failing(f"overflow in {name}", [call] * 3, [[3, 0, 0, 9, rows]] * 3, target, max_rows=9)
+    rows = int(experts.routed(call, 0).table.sum())
+    return Trial(failing(f"overflow in {name}", [call] * 3, [[3, 0, 0, 9, rows]] * 3, target, max_rows=9), target)
 
 
 def failing(what: str, made: Sequence[Call | None], said: list[list[int]], target: str, **args: int) -> Case:
@@ -168,18 +147,15 @@ def failing(what: str, made: Sequence[Call | None], said: list[list[int]], targe
     slot = max([16, *(slot_bytes(call) for call in made if call)])
 
     def make() -> Run:
-        world = SimulatedWorld(len(made), slot, 64, gpu(target))
-        work: list[list[Work]] = []
+        world, work = SimulatedWorld(len(made), slot, 64, gpu(target)), []
         for rank, call in enumerate(made):
             if call is None:
                 work.append([meeting(world, rank, 7 + rank)])
             else:
                 planned, _ = plan(call, operands(call, 0), world, rank, 7 + rank)
-                planned.args.update(args)
-                work.append([launched(planned)])
-        wanted = [torch.tensor(each) for each in said]
-        # what a failed call reads is not used
-        memory = [replace(each, poisoned=False) for each in world.memory]
-        return Run(work, memory, lambda: compare("status", [s[:5] for s in world.statuses.tensors], wanted))
+                work.append([launched(replace(planned, args=planned.args | args))])
+        memory = [replace(each, poisoned=False) for each in world.memory]  # what a failed call reads is not used
+        status = [each[:5] for each in world.statuses.tensors]
+        return Run(work, memory, lambda: compare("status", status, [*torch.tensor(said)]))
 
     return Case(what, make)

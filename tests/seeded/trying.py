@@ -8,16 +8,15 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
 
-import torch
 import triton
 
-from fusedtp.sim import explore
-from fusedtp.sim.faults import UnsupportedKernel
+from fusedtp.sim import UnsupportedKernel, explore
 from fusedtp.sim.ptx import TARGETS
 from fusedtp.sim.ptx.launch import Compiler
 
@@ -26,41 +25,35 @@ from .source import Fault, faults, put
 from .trials import KERNELS, Trial, trials, under_trial
 from .verdicts import Kept, Verdict, key
 
-SCHEDULES, WARPS = 4, 16  # of each trial; of a barrier in PTX, which warps show that run one at a time
 MOST_TURNS = 200_000  # of a schedule, which then has no end; without a fault it has up to 80,000
-Shown = tuple[str, str, int]  # result, what was said, schedules
 
 
-def shown(chosen: Iterable[Trial], compilers: Callable[[str], Compiler], count: int = SCHEDULES) -> Shown:
-    """What trials show, until one shows a fault. compilers: target -> its compiler."""
-    every = [(trial, each) for trial in chosen for each in trial.schedules(count, fine=count == WARPS)]
-    for done, (trial, schedule) in enumerate(every, start=1):
-        name = trial.case.name
-        patched = patch("fusedtp.sim.explore.compiler_for", compilers)
-        try:
-            with patched, patch("fusedtp.sim.ptx.machine.MOST_TURNS", MOST_TURNS):
+@patch("fusedtp.sim.ptx.machine.MOST_TURNS", MOST_TURNS)
+def shown(chosen: Iterable[Trial], compilers: dict[str, Compiler], fine: bool = False) -> tuple[str, str, int]:
+    """What trials show, until one shows a fault: a result, what was said, schedules. compilers: by target."""
+    every = [(trial, each) for trial in chosen for each in trial.schedules(fine)]
+    with patch("fusedtp.sim.explore.compiler_for", compilers.__getitem__):
+        for done, (trial, schedule) in enumerate(every, start=1):
+            name = trial.case.name
+            try:
                 outcome = explore(trial.case, [schedule], shrink=False)
-        except Exception as error:
-            kind = "does not compile" if isinstance(error, UnsupportedKernel) else type(error).__name__
-            return "crashed", f"{kind} in {name}: {str(error)[-300:]}", done
-        rule = outcome.fault.rule if outcome.fault else ""
-        if outcome.late or rule == "raised":
-            return "crashed", f"{outcome.fault or outcome.late} in {name}"[:400], done
-        if rule and not (trial.fails and rule.endswith("race")):
-            return "found", f"{rule} in {name}", done
+            except Exception as error:
+                kind = "does not compile" if isinstance(error, UnsupportedKernel) else type(error).__name__
+                return "crashed", f"{kind} in {name}: {str(error)[-300:]}", done
+            rule = outcome.fault.rule if outcome.fault else ""
+            if outcome.late or rule == "raised":
+                return "crashed", f"{outcome.fault or outcome.late} in {name}"[:400], done
+            if rule and not (trial.fails and rule.endswith("race")):
+                return "found", f"{rule} in {name}", done
     return "survived", "", len(every)
 
 
-def without(kernel: str) -> list[Verdict]:
-    """The kernel as it is, in all that faults in it are tried in."""
-    return [Verdict(f"none | {kernel}", "", *shown(trials([kernel]), cache(Compiler)))]
-
-
-def in_source(fault: Fault) -> list[Verdict]:
-    """A fault in the source."""
-    chosen = [*trials(fault.kernels)]  # what those of one rank must give is found without the fault
-    with put(fault):
-        return [Verdict(fault.name, "", *shown(chosen, cache(Compiler)))]
+def in_source(kernels: Collection[str], fault: Fault | None = None) -> list[Verdict]:
+    """A fault in the source of these kernels, or a kernel as it is, in all that faults in it are tried in."""
+    name = fault.name if fault else f"none | {', '.join(kernels)}"
+    chosen = [*trials(kernels)]  # what those of one rank must give is found without the fault
+    with put(fault) if fault else nullcontext():
+        return [Verdict(name, "", *shown(chosen, {target: Compiler(target) for target in TARGETS}))]
 
 
 def in_ptx(kernel: str, target: str, only: str = "") -> list[Verdict]:
@@ -68,18 +61,15 @@ def in_ptx(kernel: str, target: str, only: str = "") -> list[Verdict]:
     where, wrong, last = f"{kernel} {target}", list[Verdict](), dict[ptx.Site, Verdict]()
     for trial in trials([kernel], target):
         base = Compiler(target)
-        for count in (SCHEDULES, WARPS):
-            clean = shown([trial], {target: base}.__getitem__, count)
-            wrong += [Verdict(f"none | {kernel}", where, *clean)] if clean[0] != "survived" else []
+        clean = [Verdict(f"none | {kernel}", where, *shown([trial], {target: base}, fine)) for fine in (False, True)]
+        wrong += [verdict for verdict in clean if not verdict.right]
         own = {text for text, *_ in base._made.values() if f".entry {kernel}(" in text}
         for site in dict.fromkeys(site for text in own for site in ptx.sites(text) if only in site[0]):
             if site not in last or last[site].result == "survived":
                 other = Compiler(target)
                 for of, (text, shared, maps, scratch) in base._made.items():
-                    edited = ptx.edited(text, site) if text in own else text
-                    other._made[of] = edited, shared, maps, scratch
-                count = WARPS if site[0] == "ptx: drop barrier" else SCHEDULES
-                got = shown([trial], {target: other}.__getitem__, count)
+                    other._made[of] = ptx.edited(text, site) if text in own else text, shared, maps, scratch
+                got = shown([trial], {target: other}, fine=site[0] == "ptx: drop barrier")
                 last[site] = Verdict(" | ".join(site), where, *got)
     return [*wrong, *last.values()]
 
@@ -91,15 +81,17 @@ class Task(NamedTuple):
     key: str
     run: Callable[[], list[Verdict]]
 
+    def tried(self) -> Kept:
+        return Kept(self.name, self.key, triton.__version__, self.run())
+
 
 def tasks(only: str = "") -> list[Task]:
     """Each kernel as it is, each fault in the source, the PTX of each kernel. only: words of a task's name."""
-    made = [Task(f"none | {name}", key(under_trial([name])), partial(without, name)) for name in KERNELS]
+    made = [Task(f"none | {name}", key(under_trial([name])), partial(in_source, [name])) for name in KERNELS]
     every = [*faults()]
     sites = Counter(fault.operator for fault in every)
-    for fault in sorted(every, key=lambda fault: sites[fault.operator]):  # operators with many sites last
-        of = key(under_trial(fault.kernels), fault.source)
-        made.append(Task(fault.name, of, partial(in_source, fault)))
+    every.sort(key=lambda fault: sites[fault.operator])  # operators with many sites last
+    made += [Task(f.name, key(under_trial(f.kernels), f.source), partial(in_source, f.kernels, f)) for f in every]
     patterns = repr([(name, pattern.pattern) for name, (pattern, _) in ptx.OPERATORS.items()])
     for kernel, target in itertools.product(KERNELS[::-1], TARGETS):  # the fused ones last
         of = key(under_trial([kernel]), repr(target), patterns)
@@ -107,27 +99,17 @@ def tasks(only: str = "") -> list[Task]:
     return [task for task in made if only in task.name]
 
 
-def run(chosen: Sequence[Task], workers: int, seconds: float | None = None) -> Iterator[tuple[Task, Kept]]:
+def run(chosen: Sequence[Task], workers: int, seconds: float | None = None) -> Iterator[Kept]:
     """Each task's verdicts as they come, in several processes; tasks under way are given up after the time."""
     if not chosen:
         return
     end = time.monotonic() + (seconds or 1e9)
-    folder = tempfile.TemporaryDirectory(prefix="fusedtp-seeded-")
-    with folder as cache, multiprocessing.get_context("spawn").Pool(workers, _begin, [cache]) as pool:
-        results = pool.imap_unordered(_done, enumerate(chosen))
+    with (
+        tempfile.TemporaryDirectory(prefix="fusedtp-seeded-") as cache,  # one that stays is no place for faults
+        patch.dict(os.environ, TRITON_CACHE_DIR=cache, OMP_NUM_THREADS="1"),
+        multiprocessing.get_context("spawn").Pool(workers) as pool,
+        suppress(multiprocessing.TimeoutError),
+    ):
+        results = pool.imap_unordered(Task.tried, chosen)
         for _ in chosen:
-            try:
-                n, verdicts = results.next(max(0, end - time.monotonic()))
-            except multiprocessing.TimeoutError:
-                return
-            yield chosen[n], Kept(chosen[n].key, triton.__version__, verdicts)
-
-
-def _begin(cache: str) -> None:
-    """Of a worker. What faults compile to does not belong in a cache that stays."""
-    os.environ["TRITON_CACHE_DIR"] = cache
-    torch.set_num_threads(1)
-
-
-def _done(numbered: tuple[int, Task]) -> tuple[int, list[Verdict]]:
-    return numbered[0], numbered[1].run()
+            yield results.next(max(0, end - time.monotonic()))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from .source import functions, reached
 
 KEPT = Path(__file__).with_name("verdicts.jsonl")
-KINDS = ("found", "equivalent", "not modelled", "no trial", "survived", "crashed")
+KINDS = ("found", "equivalent", "not modelled", "no trial", "survived", "crashed", "not tried yet")
 # faults that no schedule shows: why, where (of PTX kernels, or kernels and a target; else everywhere), names
 TABLE: list[dict[str, Any]] = tomllib.loads(KEPT.with_name("equivalent.toml").read_text())["equivalent"]
 
@@ -61,8 +61,9 @@ class Verdict(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A line of the file without its task."""
+    """A line of the file."""
 
+    task: str
     key: str
     triton: str
     verdicts: list[Verdict]
@@ -83,11 +84,11 @@ def _plain(source: str) -> str:
 def load(file: Path) -> dict[str, Kept]:
     """The file's lines by task; none if there is no file."""
     lines = map(json.loads, file.read_text().splitlines() if file.exists() else ())
-    return {task: Kept(key, triton, [Verdict(*v) for v in made]) for task, key, triton, made in lines}
+    return {task: Kept(task, key, triton, [Verdict(*v) for v in made]) for task, key, triton, made in lines}
 
 
 def save(file: Path, kept: dict[str, Kept]) -> None:
     """Write the file anew, at once."""
     written = file.with_suffix(".new")
-    written.write_text("".join(json.dumps([task, *made]) + "\n" for task, made in sorted(kept.items())))
+    written.write_text("".join(json.dumps(made) + "\n" for _, made in sorted(kept.items())))
     written.replace(file)

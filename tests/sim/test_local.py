@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedtp.checks.dense import GPU
+from fusedtp.checks.dense import GPU, gpu
 from fusedtp.checks.lint import OWN, SIGNALS
 from fusedtp.checks.local import (
     KERNELS,
@@ -55,8 +53,7 @@ def test_a_kernel_of_one_rank_equals_its_formula(name: str, target: str) -> None
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
 )
 def test_products_of_any_depth_equal_their_formula(name: str, target: str, k: int, dtype: torch.dtype) -> None:
-    machine = replace(GPU, capability=int(target.removeprefix("sm_")))
-    case = local_case(name, Variant(machine, k, dtype))
+    case = local_case(name, Variant(gpu(target), k, dtype))
     outcome = explore(case, schedules(2, target=target))
     assert outcome.fault is None, outcome.fault
 
