@@ -131,7 +131,7 @@ def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dty
     """new(number, old) of an atomic, None where it leaves the word, and the type of it. PTX ISA 9.7.13.5."""
     dtype, (a, *swap) = np.dtype(TYPES[t][1]), given
     if t in HALVES:
-        return lambda n, old: halves(operation, t, False, False, old, a[n]), dtype
+        return lambda n, old: halves(operation, t, False, False, old, a[n : n + 1])[0], dtype
     if operation == "cas":
         return lambda n, old: swap[0][n] if old == a[n] else None, dtype
     function = FUNCTIONS[operation]
