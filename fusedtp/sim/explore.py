@@ -140,7 +140,7 @@ def run_schedule(run: Run, schedule: Schedule) -> int:
 def trace(run: Run, schedule: Schedule) -> tuple[tuple[Moment, ...], Fault | None]:
     """What every program did in one schedule of a run, up to its end or its fault: what a timeline draws."""
     try:
-        return _execute(run, schedule, trace=True).moments, None
+        return tuple(_execute(run, schedule, trace=True).line.trace or ()), None
     except SimulationFault as error:
         return error.fault.trace, error.fault
 
@@ -169,8 +169,8 @@ def _execute(
         fault = _recorded(run) or error.fault
     if fault is None:
         return machine
-    fault = replace(_shown(fault, schedule), switches=machine.switches, trace=machine.moments)
-    raise SimulationFault(fault) from cause
+    trace_of = tuple(machine.line.trace or ())
+    raise SimulationFault(replace(_shown(fault, schedule), switches=machine.switches, trace=trace_of)) from cause
 
 
 def _shown(fault: Fault, schedule: Schedule) -> Fault:

@@ -229,15 +229,6 @@ class Fault:
         return *self.accesses, *self.waits
 
     @property
-    def wanted(self) -> str:
-        """The right value; "" where the fault is no wrong value."""
-        return self.mismatch.wanted if self.mismatch else ""
-
-    @property
-    def seen(self) -> str:
-        return self.mismatch.seen if self.mismatch else ""
-
-    @property
     def name(self) -> str:
         """Equal for the same fault in another schedule."""
         return finding(self.rule, [end.site for end in self.ends])
@@ -246,7 +237,7 @@ class Fault:
         lines = [f"{self.rule}: {self.message}"]
         lines += [f"  cause: {self.cause}"] if self.cause else []
         lines += [indent(str(end), "  ") for end in self.ends]
-        lines += [f"  wanted {self.wanted}, seen {self.seen}"] if self.mismatch else []
+        lines += [f"  wanted {self.mismatch.wanted}, seen {self.mismatch.seen}"] if self.mismatch else []
         lines += [f"  name: {self.name}"] if self.rule in WAIVABLE else []
         if self.strategy:
             waive = f", waive={self.waive!r}" if self.waive else ""

@@ -33,7 +33,8 @@ def report(
     for end in fault.ends:
         value = f", {end.value} there at first" if isinstance(end, Access) and end.value else ""
         lines += ["", f"rank {end.rank}, {end.launch}, program {end.program}: {end.said}{value}", *_source(end.site)]
-    lines += ["", f"wanted {fault.wanted}, seen {fault.seen}"] if fault.mismatch else []
+    wrong = fault.mismatch
+    lines += ["", f"wanted {wrong.wanted}, seen {wrong.seen}"] if wrong else []
     rows = relevant(fault)
     if rows:
         said = f"The shortest interleaving found has {fault.switches} switches between programs; time runs down:"

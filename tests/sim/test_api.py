@@ -118,7 +118,7 @@ def test_a_wrong_value_comes_with_its_tensor_index_and_values():
     fault = wrong_values()
     assert fault.rule == "wrong value"
     assert fault.mismatch == Mismatch("dst", 2, (10,), wanted="111.0", seen="110.0", count=6)
-    assert (fault.wanted, fault.seen) == ("111.0", "110.0")
+    assert (fault.mismatch.wanted, fault.mismatch.seen) == ("111.0", "110.0")
     differ = "dst of rank 2 [10] and 5 more elements differ from the reference"
     assert fault.message == f"{differ}, the same in every schedule that was tried"
 

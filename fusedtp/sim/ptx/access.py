@@ -5,8 +5,7 @@ PTX ISA 8.8: 9.7.9 (ld, st, mov), 9.7.13 (barriers, fences, atom, red, vote, red
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -131,7 +130,7 @@ def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dty
     """new(number, old) of an atomic, None where it leaves the word, and the type of it. PTX ISA 9.7.13.5."""
     dtype, (a, *swap) = np.dtype(TYPES[t][1]), given
     if t in HALVES:
-        return lambda n, old: halves(operation, t, False, False, old, a[n : n + 1])[0], dtype
+        return lambda n, old: halves(operation, t, False, False, old, a[n]), dtype
     if operation == "cas":
         return lambda n, old: swap[0][n] if old == a[n] else None, dtype
     function = FUNCTIONS[operation]
@@ -139,9 +138,9 @@ def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dty
 
 
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "exch": lambda old, a: a, "add": operator.add, "min": min, "max": max, "and": operator.and_, "or": operator.or_,
-    "xor": operator.xor, "inc": lambda old, a: old - old if old >= a else old + type(old)(1),
+    "inc": lambda old, a: old - old if old >= a else old + type(old)(1),
     "dec": lambda old, a: a if old == 0 or old > a else old - type(old)(1),
+    **REDUCTIONS, "exch": lambda old, a: a,
 }  # fmt: skip
 
 
@@ -179,44 +178,30 @@ def _and_whether(e: Emitter, d: Operand, call: str) -> list[str]:
     return [f"v, t = {call}", *lines]
 
 
-@handles("shfl")
-def _shuffle(e: Emitter, i: Instruction) -> list[str] | None:
-    d, a, b, c = i.args[:4]
-    kind = i.among(("up", "down", "bfly", "idx"))
-    return _and_whether(e, d, f"S.shuffle({kind!r}, {e.read(a, 'b32')}, {e.reads((b, c), 'u32')})") if kind else None
-
-
-@handles("vote")
-def _vote(e: Emitter, i: Instruction) -> list[str] | None:
-    d, p = i.args[:2]
-    kind = i.among(("ballot", "all", "any", "uni"))
-    call = f"S.vote({kind!r}, {e.read(p, 'pred')}, {e.mask})"
-    return e.put(d, "b32" if kind == "ballot" else "pred", call) if kind else None
-
-
-@handles("match")
-def _match(e: Emitter, i: Instruction) -> list[str] | None:
-    """Lanes of the warp that take part and hold the same; of `all`: whether all hold the same. PTX ISA 9.7.13.10."""
-    return _and_whether(e, i.args[0], f"S.match({i.among(('all', 'any'))!r}, {e.read(i.args[1], typed(i))}, {e.mask})")
-
-
-@handles("redux")
-def _reduce(e: Emitter, i: Instruction) -> list[str] | None:
-    t, operation = typed(i), i.among(REDUCTIONS)
-    if not operation or i.has("NaN", "abs"):
+@handles("shfl", "vote", "match", "redux", "elect", "activemask")
+def _of_warp(e: Emitter, i: Instruction) -> list[str] | None:
+    """What lanes of a warp tell each other, those that take part: elect, the lowest; match, who holds the same."""
+    r, (d, *given), kind = i.root, i.args, i.among(KINDS.get(i.root, ()))
+    if r in KINDS and not kind:
         return None
-    return e.put(i.args[0], t, f"S.reduce({operation!r}, {e.read(i.args[1], t)}, {e.mask})")
+    if r == "shfl":
+        return _and_whether(e, d, f"S.shuffle({kind!r}, {e.read(given[0], 'b32')}, {e.reads(given[1:3], 'u32')})")
+    if r == "match":
+        return _and_whether(e, d, f"S.match({kind!r}, {e.read(given[0], typed(i))}, {e.mask})")
+    if r == "elect":
+        return _and_whether(e, d, f"S.elect({e.mask})")
+    if r == "redux":
+        call = f"S.reduce({kind!r}, {e.read(given[0], typed(i))}, {e.mask})"
+        return None if i.has("NaN", "abs") else e.put(d, typed(i), call)
+    predicate = "np.bool_(True)" if r == "activemask" else e.read(given[0], "pred")
+    kind = kind or "ballot"
+    return e.put(d, "b32" if kind == "ballot" else "pred", f"S.vote({kind!r}, {predicate}, {e.mask})")
 
 
-@handles("elect")
-def _elect(e: Emitter, i: Instruction) -> list[str] | None:
-    """The lowest lane of the warp that takes part."""
-    return _and_whether(e, i.args[0], f"S.elect({e.mask})")
-
-
-@handles("activemask")
-def _active(e: Emitter, i: Instruction) -> list[str] | None:
-    return e.put(i.args[0], "b32", f"S.vote('ballot', np.bool_(True), {e.mask})")
+KINDS: dict[str, Iterable[str]] = {
+    "shfl": ("up", "down", "bfly", "idx"), "vote": ("ballot", "all", "any", "uni"), "match": ("all", "any"),
+    "redux": REDUCTIONS,
+}  # fmt: skip
 
 
 @handles(

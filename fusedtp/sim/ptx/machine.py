@@ -109,7 +109,7 @@ class Machine:
     resident    programs of a rank alive at once; None: all; "varying": changes during the run
     weak        strong reads may return old values, asynchronous copies and products land at their wait
     fine        warp by warp, in place of all lanes in lockstep
-    trace       keep `moments`
+    trace       keep what happens, in line.trace
     waived      names of findings to go past, with how often each was met
     """
 
@@ -140,11 +140,6 @@ class Machine:
         self.live: list[Actor] = []
         self.last: Actor | None = None
         self.started = self.switches = 0
-
-    @property
-    def moments(self) -> tuple[Moment, ...]:
-        """What happened so far, where `trace` was asked for."""
-        return tuple(self.line.trace or ())
 
     def run(self) -> int:
         """Returns the number of switches."""

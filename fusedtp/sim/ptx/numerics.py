@@ -38,9 +38,7 @@ def div_towards_zero(a: Array, b: Array) -> Array:
 
 def rem_towards_zero(a: Array, b: Array) -> Array:
     """Remainder with the sign of a; by zero: a."""
-    a, b = np.broadcast_arrays(a, b)
-    safe = np.where(b == 0, 1, b).astype(a.dtype)
-    return np.where(b == 0, a, np.fmod(a, safe)).astype(a.dtype)
+    return a - div_towards_zero(a, b) * b
 
 
 def shift(left: bool, a: Array, by: Array) -> Array:
@@ -237,7 +235,7 @@ def split(kind: str, x: Array) -> list[Array]:
     """fp32 of the values in an operand, one or two, lowest first."""
     word, decoded = ELEMENTS[kind.removesuffix("x2")]
     words, count = np.ascontiguousarray(x).view(word), 2 if kind.endswith("x2") else 1
-    return [decoded(words[..., n::count]) for n in range(count)]
+    return [decoded(words[..., n::count]).reshape(x.shape) for n in range(count)]
 
 
 def join(kind: str, values: list[Array]) -> Array:

@@ -157,7 +157,7 @@ def parse(text: str, shared: int = 0) -> Listing:
         if key.startswith("assert"):  # a string, which no load reads
             continue
         reader.names[key] = Imm(str(CONSTANTS + len(constants)))
-        constants += table + bytes(-len(table) % 16)
+        constants += table + bytes(-len(table) % 32)
     for statement in STATEMENT.findall(body):
         reader.read(statement.strip())
     reader.finish({key: table.decode(errors="replace").rstrip("\0") for key, table in tables.items()})
@@ -369,14 +369,4 @@ def _moves(made: Instruction) -> list[Instruction]:
 
 def _split(text: str) -> list[str]:
     """At commas outside of brackets."""
-    found, depth, current = [], 0, ""
-    for letter in text:
-        depth += (letter in "{[(") - (letter in "}])")
-        if letter == "," and not depth:
-            found.append(current.strip())
-            current = ""
-        else:
-            current += letter
-    if current.strip():
-        found.append(current.strip())
-    return found
+    return [each.strip() for each in re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|\([^)]*\)|[^,])+", text) if each.strip()]

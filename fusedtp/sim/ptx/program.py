@@ -32,7 +32,7 @@ from .tensor_core import Products, matrix_places, multiply, multiply_doubles
 Array = np.ndarray[Any, Any]
 PARAMETERS = 0xF0000000  # address of the first parameter, where only its address is asked for
 MOST_INSTRUCTIONS = 2_000_000  # that a program runs in one turn
-SHARED, LOCALLY = "shared memory", "local memory"
+SHARED, LOCALLY, TABLES = "shared memory", "local memory", "constant memory"
 LOOP = 1000  # blocks to run to find the loop's body
 POLLS = 4  # in vain, more than a program has before it sleeps for the first time
 CLOCKS: dict[str, Any] = dict(globaltimer=np.uint64, globaltimer_lo=np.uint32, clock64=np.uint64, clock=np.uint32)
@@ -319,12 +319,8 @@ class Lanes:
         self._local[nb, len(values)][rows] = self.words(values, nb, mask)
 
     def _load_constant(self, places: Array, nb: int, count: int, site: Site) -> Array:
-        table = self.program.kernel.listing.constants
-        if int(places.max()) + nb * count > len(table):
-            raise self.window.fault("out of bounds", f"constants end at {len(table)}", "load", site)
-        if (places & (nb * count - 1)).any():
-            raise self.window.fault("misaligned", f"a load of {nb * count} bytes of constants", "load", site)
-        return np.frombuffer(table, UNSIGNED[nb])[places[:, None] // nb + np.arange(count)]
+        rows = self.program.rows_at(places, nb * count, site, TABLES)
+        return np.frombuffer(self.program.kernel.listing.constants, UNSIGNED[nb]).reshape(-1, count)[rows]
 
     # -- shared memory -----------------------------------------------------------------------------------------------
 
@@ -581,7 +577,8 @@ class Program:
 
     def rows_at(self, at: Array, nbytes: int, site: Site, memory: str = SHARED, what: str = "access") -> Array:
         """Numbers of the rows of nbytes bytes at addresses of shared memory, or of a lane's local memory."""
-        size = self.kernel.shared if memory == SHARED else self.kernel.listing.local
+        listing = self.kernel.listing
+        size = {SHARED: listing.shared, LOCALLY: listing.local, TABLES: len(listing.constants)}[memory]
         bits = int(np.bitwise_or.reduce(at, None))
         far = bits < 0 or bits + nbytes > size  # maybe: no address is above all of their bits
         if far and (int(at.min()) < 0 or int(at.max()) + nbytes > size):

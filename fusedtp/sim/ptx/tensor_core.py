@@ -31,7 +31,8 @@ Array = np.ndarray[Any, Any]
 # -- mma.sync ----------------------------------------------------------------------------------------------------------
 
 
-FACTORS = {"f32": {"tf32", "bf16", "f16", "e4m3", "e5m2"}, "f16": {"f16"}, "s32": {"s8", "u8"}}  # by type of the sum
+# by type of the sum
+FACTORS = {"f32": {"tf32", "bf16", "f16", "e4m3", "e5m2"}, "f16": {"f16"}, "s32": {"s8", "u8"}, "f64": {"f64"}}
 Numbers = tuple[tuple[int, ...], ...]  # of the registers of D, A, B, C
 
 
@@ -62,12 +63,10 @@ def products(e: Emitter, run: list[Instruction]) -> list[str] | None:
         return None
     shape, (to, a, b, c) = first.parts[3], first.parts[-4:]
     numbers = e.const([tuple(_numbers(e, x) for x in i.args[:4]) for i in run])
-    if (shape, to, a, b, c) == ("m8n8k4", "f64", "f64", "f64", "f64"):
-        return [f"S.mma({numbers}, {a!r}, {b!r}, {to!r}, {e.mask}, {e.const(first.site)})"]
-    if not re.fullmatch(r"m16n8k\d+", shape) or to != c or not {a, b} <= FACTORS.get(to, set()):
+    sizes = "m8n8k4" if to == "f64" else r"m16n8k\d+"
+    if not re.fullmatch(sizes, shape) or to != c or not {a, b} <= FACTORS.get(to, set()):
         return None
-    if first.has("satfinite"):
-        to += ".sat"
+    to += ".sat" if first.has("satfinite") else ""
     return [f"S.mma({numbers}, {a!r}, {b!r}, {to!r}, {e.mask}, {e.const(first.site)})"]
 
 
