@@ -16,6 +16,7 @@ from .numerics import REDUCTIONS, halves
 from .parse import Address, Instruction, Operand, Reg, Symbol, Vector
 
 Array = np.ndarray[Any, Any]
+SHARED, LOCALLY, CONSTANT = "shared memory", "local memory", "constant memory"
 ORDERS = {
     "acquire": "acquire", "release": "release", "acq_rel": "acq_rel", "relaxed": "relaxed",
     "volatile": "relaxed", "mmio": "relaxed",
@@ -54,9 +55,9 @@ def counted(i: Instruction) -> int:
 
 def _call(e: Emitter, i: Instruction, access: str, at: Operand, what: str) -> str:
     """A load or store of the memory that the opcode names: shared, local or any other."""
-    space = "_shared" if is_shared(i) else "_local" if i.has("local") else ""
-    how = "" if space else f"{order_of(i)!r}, {scope_of(i)!r}, "
-    return f"S.{access}{space}({e.address(at)}, {what}, {e.mask}, {how}{e.const(i.site)})"
+    memory = SHARED if is_shared(i) else LOCALLY if i.has("local") else ""
+    how = f"{order_of(i)!r}, {scope_of(i)!r}, {e.const(i.site)}"
+    return f"S.{access}({memory!r}, {e.address(at)}, {what}, {e.mask}, {how})"
 
 
 @handles("ld", "ldu")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .access import scope_of
+from .access import SHARED, scope_of
 from .alu import Emitter, handles, size_of
 from .parse import Imm, Instruction, UnsupportedPtx
 from .tensor_core import swizzled
@@ -110,4 +110,4 @@ def _tensormap(e: Emitter, i: Instruction) -> list[str] | None:
         return None
     word = e.read(value, f"b{8 * size}")
     where = f"{e.address(at)} + {e.const(np.int64(first + size * ordinal))}"
-    return [f"S.store_shared({where}, [{word}], {size}, {e.mask}, {e.const(i.site)})"]
+    return [f"S.store({SHARED!r}, {where}, [{word}], {size}, {e.mask}, 'weak', '', {e.const(i.site)})"]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..faults import Site
-from .access import is_shared, updated
+from .access import CONSTANT, LOCALLY, SHARED, is_shared, updated
 from .alu import VIEWS
 from .clocks import Clock
 from .copies import ALL, POISON, Barrier, BulkCopies, Copies, TensorLoad
@@ -32,7 +32,6 @@ from .tensor_core import Products, matrix_places, multiply, multiply_doubles
 Array = np.ndarray[Any, Any]
 PARAMETERS = 0xF0000000  # address of the first parameter, where only its address is asked for
 MOST_INSTRUCTIONS = 2_000_000  # that a program runs in one turn
-SHARED, LOCALLY, TABLES = "shared memory", "local memory", "constant memory"
 LOOP = 1000  # blocks to run to find the loop's body
 POLLS = 4  # in vain, more than a program has before it sleeps for the first time
 CLOCKS: dict[str, Any] = dict(globaltimer=np.uint64, globaltimer_lo=np.uint32, clock64=np.uint64, clock=np.uint32)
@@ -222,33 +221,53 @@ class Lanes:
             found[lane] = self.parameter(names[number], 0, dtype)
         return found
 
-    # -- global memory -----------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _space(self, at: Array, mask: Any, site: Site) -> int:
-        """LOCAL, CONSTANTS or 0: where generic addresses lie, of all lanes alike."""
-        if not self.windows:
-            return 0
-        high = self.part(at, mask) >> 56
-        if not ((high == LOCAL >> 56) | (high == CONSTANTS >> 56)).any():
-            return 0
-        if (high != high[0]).any():
-            raise UnsupportedPtx(f"generic addresses of several kinds of memory at once, at {site}")
-        return int(high[0]) << 56
+    def load(self, memory: str, at: Array, nb: int, count: int, mask: Any, order: str, scope: str, site: Site) -> Array:
+        memory, at = self._placed(memory, at, mask, site)
+        if not memory:
+            return self.window.load(at, nb, count, self.part(self.ids, mask), order, scope, site)
+        return self._rows[memory][nb, count][self._rows_at(memory, at, nb * count, mask, site)]
 
-    def load(self, at: Array, nb: int, count: int, mask: Any, order: str, scope: str, site: Site) -> Array:
-        space = self._space(at, mask, site)
-        if space == LOCAL:
-            return self.load_local(at - LOCAL, nb, count, mask, site)
-        if space == CONSTANTS:
-            return self._load_constant(self.part(at, mask) - CONSTANTS, nb, count, site)
-        return self.window.load(self.part(at, mask), nb, count, self.part(self.ids, mask), order, scope, site)
+    def store(
+        self, memory: str, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, scope: str, site: Site
+    ) -> None:
+        memory, at = self._placed(memory, at, mask, site)
+        words, threads = self.words(values, nb, mask), self.part(self.ids, mask)
+        if not memory:
+            self.window.store(at, words, threads, order, scope, site)
+            return
+        if memory == CONSTANT:
+            raise self.window.fault("out of bounds", "a store to constant memory", "store", site, memory)
+        self._rows[memory][nb, len(values)][self._rows_at(memory, at, nb * len(values), mask, site)] = words
+        if memory == SHARED:
+            self.program.generic.write(at, nb * len(values), threads)
 
-    def store(self, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, scope: str, site: Site) -> None:
-        if self._space(at, mask, site) == LOCAL:
-            self.store_local(at - LOCAL, values, nb, mask, site)
-        else:
-            words, threads = self.words(values, nb, mask), self.part(self.ids, mask)
-            self.window.store(self.part(at, mask), words, threads, order, scope, site)
+    def _placed(self, memory: str, at: Array, mask: Any, site: Site) -> tuple[str, Array]:
+        """The memory in which generic addresses lie, of all lanes alike, "" for global memory; and where in it."""
+        at = self.part(at, mask)
+        if not memory and self.windows:
+            high = at >> 56
+            kinds = {LOCAL >> 56: LOCALLY, CONSTANTS >> 56: CONSTANT}
+            if np.isin(high, [*kinds]).any() and (high != high[0]).any():
+                raise UnsupportedPtx(f"generic addresses of several kinds of memory at once, at {site}")
+            memory = kinds.get(int(high[0]), "")
+        return memory, at & 0xFFFFFFFF if memory in (LOCALLY, CONSTANT) else at
+
+    @cached_property
+    def _rows(self) -> dict[str, dict[tuple[int, int], Array]]:
+        """Each memory as rows of words. Local memory: of all lanes, one after another, each padded to WIDEST bytes."""
+        listing = self.program.kernel.listing
+        local = np.full(self.count * (-(-listing.local // WIDEST) * WIDEST // 8), POISON).view(np.uint8)
+        held = {SHARED: self.shared, LOCALLY: local, CONSTANT: np.frombuffer(listing.constants, np.uint8)}
+        return {memory: rows_of_words(each) for memory, each in held.items()}
+
+    def _rows_at(self, memory: str, at: Array, nbytes: int, mask: Any, site: Site) -> Array:
+        """Numbers of the rows of nbytes bytes that each lane means."""
+        rows = self.program.rows_at(at, nbytes, site, memory)
+        if memory == LOCALLY:
+            rows = rows + self.chosen(mask) * (-(-self.program.kernel.listing.local // WIDEST) * WIDEST // nbytes)
+        return rows
 
     def words(self, values: Sequence[Any], nb: int, mask: Any) -> Array:
         words = np.empty((self.count if mask is True else int(mask.sum()), len(values)), UNSIGNED[nb])
@@ -297,42 +316,7 @@ class Lanes:
             self.window.known.meet(threads[threads // 32 == warp])
         self.program.generic.meet()
 
-    # -- local memory, constants -------------------------------------------------------------------------------------
-
-    @cached_property
-    def _local(self) -> dict[tuple[int, int], Array]:
-        """Local memory of all lanes, one after another, each padded to WIDEST bytes."""
-        words = -(-self.program.kernel.listing.local // WIDEST) * WIDEST // 8
-        return rows_of_words(np.full(self.count * words, POISON).view(np.uint8))
-
-    def _local_at(self, at: Array, nbytes: int, mask: Any, site: Site) -> Array:
-        """Numbers of the rows of nbytes bytes that each lane means."""
-        size, own = self.program.kernel.listing.local, self.part(at, mask) & 0xFFFFFFFF
-        rows = self.program.rows_at(own, nbytes, site, LOCALLY)
-        return rows + self.chosen(mask) * (-(-size // WIDEST) * WIDEST // nbytes)
-
-    def load_local(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> Array:
-        return self._local[nb, count][self._local_at(at, nb * count, mask, site)]
-
-    def store_local(self, at: Array, values: Sequence[Any], nb: int, mask: Any, site: Site) -> None:
-        rows = self._local_at(at, nb * len(values), mask, site)
-        self._local[nb, len(values)][rows] = self.words(values, nb, mask)
-
-    def _load_constant(self, places: Array, nb: int, count: int, site: Site) -> Array:
-        rows = self.program.rows_at(places, nb * count, site, TABLES)
-        return np.frombuffer(self.program.kernel.listing.constants, UNSIGNED[nb]).reshape(-1, count)[rows]
-
     # -- shared memory -----------------------------------------------------------------------------------------------
-
-    def load_shared(self, at: Array, nb: int, count: int, mask: Any, site: Site) -> Array:
-        rows = self.program.rows_at(self.part(at, mask), nb * count, site)
-        return self.program.shared_rows[nb, count][rows]
-
-    def store_shared(self, at: Array, values: Sequence[Any], nb: int, mask: Any, site: Site) -> None:
-        places = self.part(at, mask)
-        rows = self.program.rows_at(places, nb * len(values), site)
-        self.program.shared_rows[nb, len(values)][rows] = self.words(values, nb, mask)
-        self.program.generic.write(places, nb * len(values), self.part(self.ids, mask))
 
     def atomic_shared(self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site) -> Array:
         new, dtype = updated(operation, t, [self.part(np.broadcast_to(x, self.count), mask) for x in values])
@@ -359,7 +343,7 @@ class Lanes:
         for matrix, row in enumerate(rows):
             for half, places in enumerate(matrix_places(at, matrix, transposed)):
                 words = (self.u[row] >> np.uint32(16 * half)).astype(np.uint16)
-                self.store_shared(places, [words], 2, mask, site)
+                self.store(SHARED, places, [words], 2, mask, "weak", "", site)
 
     def mma(self, numbers: Any, a: str, b: str, to: str, mask: Any, site: Site) -> None:
         self.whole_warps(mask, "mma", site)
@@ -578,7 +562,7 @@ class Program:
     def rows_at(self, at: Array, nbytes: int, site: Site, memory: str = SHARED, what: str = "access") -> Array:
         """Numbers of the rows of nbytes bytes at addresses of shared memory, or of a lane's local memory."""
         listing = self.kernel.listing
-        size = {SHARED: listing.shared, LOCALLY: listing.local, TABLES: len(listing.constants)}[memory]
+        size = {SHARED: listing.shared, LOCALLY: listing.local, CONSTANT: len(listing.constants)}[memory]
         bits = int(np.bitwise_or.reduce(at, None))
         far = bits < 0 or bits + nbytes > size  # maybe: no address is above all of their bits
         if far and (int(at.min()) < 0 or int(at.max()) + nbytes > size):
