@@ -189,10 +189,8 @@ def _wrong(run: Run) -> Fault | None:
     found = run.check() if run.check else None
     found = () if found is None else found
     if not isinstance(found, list | tuple) or not all(isinstance(each, Mismatch) for each in found):
-        raise ValueError(
-            f"the run's check returned {type(found).__name__}; it must return the mismatches of `compare`, or None, "
-            "or raise"
-        )
+        wanted = "it must return the mismatches of `compare`, or None, or raise"
+        raise ValueError(f"the run's check returned {type(found).__name__}; {wanted}")
     return next((Fault("wrong value", f"{each} differ from the reference", mismatch=each) for each in found), None)
 
 

@@ -72,10 +72,8 @@ def _plain(launch: Launch, turn: int, environment: tuple[int, ...]) -> Plain:
     config = ""
     while not hasattr(kernel, "params"):
         if hasattr(kernel, "rewrite"):  # an InterpretedFunction
-            raise UnsupportedKernel(
-                f"{name_of(kernel)!r} was decorated to be interpreted; what is compiled runs here: unset "
-                "TRITON_INTERPRET before triton is imported"
-            )
+            why = "what is compiled runs here: unset TRITON_INTERPRET before triton is imported"
+            raise UnsupportedKernel(f"{name_of(kernel)!r} was decorated to be interpreted; {why}")
         if hasattr(kernel, "configs"):
             config = _tuned(kernel, args, options, launch.tuned, turn)
         elif hasattr(kernel, "values") and hasattr(kernel, "fn"):

@@ -139,9 +139,8 @@ class Map:
             if (begin, end) == (other.base, other.end):
                 return
             if begin < other.end and other.base < end:
-                raise ValueError(
-                    f"{name} of rank {rank} overlaps {other.label} or interleaves with it: one memory is enough"
-                )
+                both = f"{name} of rank {rank} overlaps {other.label} or interleaves with it"
+                raise ValueError(f"{both}: one memory is enough")
         others.append(_allocation(name, rank, tensor, poisoned, begin, end))
 
     def add_multicast(self, memory: Memory) -> None:

@@ -71,13 +71,8 @@ def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -
     if not name:
         return [names, f"run_schedule(a_run_of_the_case, {schedule})"]
     case = f"case_of({name!r}{'' if world_size is None else f', {world_size}'}, {target})"
-    return [
-        shlex.join(words),
-        "or in Python:",
-        f"  {names}",
-        "  from fusedtp.checks.workers import case_of",
-        f"  run_schedule({case}.make(), {schedule})",
-    ]
+    python = names, "from fusedtp.checks.workers import case_of", f"run_schedule({case}.make(), {schedule})"
+    return [shlex.join(words), "or in Python:", *(f"  {line}" for line in python)]
 
 
 def waivers(names: Iterable[str]) -> list[str]:

@@ -40,17 +40,17 @@ def cause(
     if not signals:
         unread = f"{program_name(second.where)}, has read no word that {program_name(before.where)}, wrote"
         return _broken(words, events, first, by, tick, second) or f"{unread} after its {before.what}"
-    word, sent, saw, read = max(signals, key=lambda s: (_acquires(s.saw), s.read.event))
+    word, sent, saw, read = max(signals, key=lambda s: (_orders(s.saw, "acquire"), s.read.event))
     carrying = _carrying(word, by, tick)
     if not carrying:
-        if _releases(sent):
+        if _orders(sent, "release"):
             return f"{sent} releases what its own thread did, and no barrier came before it that both threads reached"
         return f"{sent} does not release what came before it"
     if not any(source.reaches(read.source) for source in carrying):
         return f"the scopes of {sent} and {saw} do not reach each other"
     if (known.ticks(known.now(), np.arange(known.threads), np.full(known.threads, by), GENERIC) >= tick).any():
         return f"{saw} acquires it for its own thread, and no barrier lets the others know"
-    if not _acquires(saw):
+    if not _orders(saw, "acquire"):
         return f"{saw} does not acquire what it saw"
     return f"{saw} did not see what {sent} wrote"
 
@@ -70,10 +70,10 @@ def _broken(words: Collection[Word], events: list[Event], first: int, by: int, t
                 continue
             for word, sent, saw, _ in (one, two):
                 if not _carrying(word, by, tick):
-                    if not _releases(sent):
+                    if not _orders(sent, "release"):
                         return f"{way} {sent} does not release what came before it"
                     break
-                if not _acquires(saw):
+                if not _orders(saw, "acquire"):
                     return f"{way} {saw} does not acquire what it saw"
     return ""
 
@@ -96,9 +96,6 @@ def _carrying(word: Word, by: int, tick: int) -> list[Source]:
     return [source for source, clock in carried if by < clock.shape[1] and clock[GENERIC, by] >= tick]
 
 
-def _releases(event: Event) -> bool:
-    return "(release" in event.what or "(acq_rel" in event.what
-
-
-def _acquires(event: Event) -> bool:
-    return "(acquire" in event.what or "(acq_rel" in event.what
+def _orders(event: Event, order: str) -> bool:
+    """Whether it releases, or acquires."""
+    return f"({order}" in event.what or "(acq_rel" in event.what

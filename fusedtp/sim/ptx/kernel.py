@@ -43,10 +43,9 @@ class Block:
 
 @dataclass
 class Kernel:
-    """A translated kernel. shared: bytes; bodies: instructions of the blocks, without their ends."""
+    """A translated kernel. bodies: instructions of the blocks, without their ends."""
 
     listing: Listing
-    shared: int
     blocks: tuple[Block, ...]
     bodies: list[list[Instruction]]
 
@@ -90,7 +89,7 @@ def translated(text: str, shared: int) -> Kernel:
     for run, span, end in zip(_functions(listing, bodies, every=True), spans, ends):
         jumps = end is not None and end.root in JUMPS
         blocks.append(Block(run, end, is_strong(span[0]), _target(end, labels), jumps, len(span), span[0].site))
-    return Kernel(listing, listing.shared, tuple(blocks), bodies)
+    return Kernel(listing, tuple(blocks), bodies)
 
 
 def _ends_block(i: Instruction) -> bool:

@@ -72,13 +72,17 @@ class Compiler:
             raise UnsupportedKernel(f"{launch.name} does not compile for {self.target}: {_said(error)}") from error
         text, shared, described, scratch = self._made[key]
         made, maps = translated(text, shared), iter(described)
-        if made.shared > chosen.shared_limit:
+        if made.listing.shared > chosen.shared_limit:
             most = f"a program of {self.target} has {chosen.shared_limit}"
-            raise UnsupportedKernel(f"{launch.name} needs {made.shared} bytes of shared memory, {most}")
+            raise UnsupportedKernel(f"{launch.name} needs {made.listing.shared} bytes of shared memory, {most}")
         given = [bits for name, t in source.signature.items() for bits in _flat(t, launch.args.get(name), maps)]
         memory = {}
         if scratch:
-            memory[SCRATCH] = _aligned(scratch * int(np.prod(launch.shape)))
+            size = scratch * int(np.prod(launch.shape))
+            (held,) = symmetric("scratch", 1, (size + NBYTES,), torch.uint8).tensors
+            memory[SCRATCH] = held[-held.data_ptr() % NBYTES :][
+                :size
+            ]  # begins where a descriptor may, as Triton's does
             given.append(memory[SCRATCH].data_ptr())
         sizes = made.listing.parameters
         given += [0] * (len(sizes) - len(given))  # scratch that it does not ask for, and that of Triton's profiler
@@ -95,13 +99,6 @@ class Compiler:
         maps = [dict(each) for each in getattr(made.metadata, "tensordesc_meta", None) or ()]
         scratch = int(getattr(made.metadata, "global_scratch_size", 0))
         return (self.edit(text) if self.edit else text), int(made.metadata.shared), maps, scratch
-
-
-def _aligned(nbytes: int) -> Tensor:
-    """Memory that begins where a descriptor may, as Triton's launcher allocates it."""
-    (memory,) = symmetric("scratch", 1, (nbytes + NBYTES,), torch.uint8).tensors
-    first = -memory.data_ptr() % NBYTES
-    return memory[first : first + nbytes]
 
 
 def _said(error: BaseException) -> str:

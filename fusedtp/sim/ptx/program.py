@@ -456,7 +456,7 @@ class Program:
         self.rng, self.threads = window.line.rng, kernel.listing.threads
         state = self.rng.getstate()[1]  # seen, not drawn from: what is drawn decides whose turn it is
         self.salt = hash((state[0], state[-1], index)) & 0xFFFFFFFF
-        self.shared = np.full(-(-kernel.shared // WIDEST) * WIDEST // 8, POISON).view(np.uint8)
+        self.shared = np.full(-(-kernel.listing.shared // WIDEST) * WIDEST // 8, POISON).view(np.uint8)
         self.shared_rows = rows_of_words(self.shared)
         self.generic = GenericWrites(len(self.shared), self.threads, kernel.reads_async)
         self.barriers: dict[int, Barrier] = {}
