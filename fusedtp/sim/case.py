@@ -109,7 +109,6 @@ COMPARED: dict[str, Callable[[int, int, int], bool]] = {
     "nor": lambda seen, value, bits: (seen | value) != (1 << bits) - 1,
 }
 
-
 Work = Launch | Copy | Signal | Await
 
 

@@ -142,9 +142,8 @@ class Moment(NamedTuple):
 
     def shows(self, access: Access) -> bool:
         """Whether it is this access."""
-        return (self.step, self.rank, self.program, self.site, self.tensor) == (
-            access.step, access.rank, access.program, access.site, access.tensor
-        )  # fmt: skip
+        fields = ("step", "rank", "program", "site", "tensor")
+        return all(getattr(self, field) == getattr(access, field) for field in fields)
 
 
 RULES = {

@@ -34,8 +34,7 @@ def time_limit(seconds: float) -> Iterator[None]:
             raise OutOfTime
 
     before, (left, _) = signal.signal(signal.SIGALRM, over), signal.getitimer(signal.ITIMER_REAL)
-    shorter = min(seconds, left) if left else seconds
-    signal.setitimer(signal.ITIMER_REAL, max(shorter, 1e-3), AGAIN_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, max(min(seconds, left or seconds), 1e-3), AGAIN_SECONDS)
     try:
         yield
     finally:

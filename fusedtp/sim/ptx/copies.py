@@ -51,8 +51,7 @@ def _copy(e: Emitter, i: Instruction) -> list[str] | None:
     to, of, size, *rest = i.args
     nb = _count(size)
     read = e.read(rest[0], "u32") if rest else f"np.uint32({nb})"
-    where = f"{e.address(to)}, {e.address(of)}"
-    return [f"S.copies.issue(S, {where}, {nb}, {read}, {e.mask}, {e.const(i.site)})"]
+    return [f"S.copies.issue(S, {e.address(to)}, {e.address(of)}, {nb}, {read}, {e.mask}, {e.const(i.site)})"]
 
 
 def _count(x: Any) -> int:

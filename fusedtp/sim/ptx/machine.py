@@ -236,9 +236,8 @@ class Machine:
         if isinstance(work, Launch):
             kernel, parameters = self.compiled[id(work)]
             window = self._window(stream, work.name, number, kernel.listing.threads)
-            x, y, _ = work.shape
-            index = (number % x, number // x % y, number // (x * y))
-            does = Program(kernel, window, index, work.shape, parameters, lockstep=self.lockstep)
+            z, y, x = map(int, np.unravel_index(number, work.shape[::-1]))
+            does = Program(kernel, window, (x, y, z), work.shape, parameters, lockstep=self.lockstep)
         else:
             name, words = type(work).__name__.lower(), ("copy reads", "copy writes")
             does = HostWork(work, self._window(stream, name, 0, 1, words))

@@ -316,8 +316,6 @@ class Lanes:
             self.window.known.meet(threads[threads // 32 == warp])
         self.program.generic.meet()
 
-    # -- shared memory -----------------------------------------------------------------------------------------------
-
     def atomic_shared(self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site) -> Array:
         new, dtype = updated(operation, t, [self.part(np.broadcast_to(x, self.count), mask) for x in values])
         places = self.program.rows_at(self.part(at, mask), dtype.itemsize, site)

@@ -376,10 +376,11 @@ def test_a_barrier_orders_the_threads_that_meet(barrier: str) -> None:
                 run_all(work, weak=True)
 
 
-def test_a_barrier_opens_for_as_many_threads_as_it_expects() -> None:
+@pytest.mark.parametrize("barrier", [0, 1])  # 0 is the barrier of all, so that the warps go in step
+def test_a_barrier_opens_for_as_many_threads_as_it_expects(barrier: int) -> None:
     """9.7.13.1: it completes when that many have arrived; those who come later wait for the next phase."""
     body = """mad.wide.u32 %rd8, %r0, 4, %rd0; xor.b32 %r1, %r0, {}; mad.wide.u32 %rd9, %r1, 4, %rd0;
-        st.global.b32 [%rd8], %r0; bar.sync 1, 64; ld.global.b32 %r2, [%rd9];"""
+        st.global.b32 [%rd8], %r0; bar.sync {}, 64; ld.global.b32 %r2, [%rd9];"""
 
     def racing(by: int, fine: bool) -> int:
         count = 0
@@ -387,7 +388,7 @@ def test_a_barrier_opens_for_as_many_threads_as_it_expects() -> None:
             data = torch.zeros(128, dtype=torch.int32)
             try:
                 run_all(
-                    [[Launch(Text(body.format(by), 1, 128), 1, dict(data=data))]],
+                    [[Launch(Text(body.format(by, barrier), 1, 128), 1, dict(data=data))]],
                     weak=True,
                     fine=fine,
                     seed=seed,
@@ -401,7 +402,7 @@ def test_a_barrier_opens_for_as_many_threads_as_it_expects() -> None:
         assert racing(1, fine) == 0  # a warp is of one phase
         assert min(racing(by, fine) for by in (32, 64, 96)) > 0  # any two warps may be of different ones
     with pytest.raises(SimulationFault, match="threads wait at barriers"):
-        run_all([[Launch(Text("bar.sync 1, 64;", 1, 96), 1, dict(data=torch.zeros(1)))]])
+        run_all([[Launch(Text(f"bar.sync {barrier}, 64;", 1, 96), 1, dict(data=torch.zeros(1)))]])
 
 
 def test_bar_arrive_orders_those_that_wait_only() -> None:
