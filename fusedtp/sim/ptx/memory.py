@@ -422,8 +422,9 @@ class Window:
                 excused = partial(self._alike, own, values[chosen])
             for found in shadow.conflicts(part, cells, event.writes, excused):
                 self._race(shadow, found, event)
-            near = shadow.strong[cells].reshape(len(own), -1).any(1)
-            if np.count_nonzero(near):
+            strong = shadow.strong[cells]
+            if np.count_nonzero(strong):
+                near = strong.reshape(len(own), -1).any(1)
                 self._beside_strong(part._replace(threads=part.threads[near]), own[near], width, event)
             if not event.writes and shadow.poisoned:
                 self._never(shadow, cells, event)
