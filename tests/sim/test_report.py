@@ -75,6 +75,12 @@ def test_the_table_shows_the_ends_of_the_fault_and_what_ordered_the_programs_in_
     assert steps == [m.step for m in rows]
 
 
+@pytest.mark.parametrize("name", ["case_relaxed", "case_copies"])
+def test_the_trace_has_the_first_access_of_a_race_at_its_step(name, faults):
+    first, second = faults[name].accesses
+    assert first.step < second.step and any(moment.shows(first) for moment in faults[name].trace)
+
+
 @st.composite
 def traces(draw) -> Fault:
     """A race whose first access lies before any number of other accesses and polls."""
