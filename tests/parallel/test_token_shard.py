@@ -731,7 +731,8 @@ def test_autocast_and_bf16():
     want = body(Run())
     for got in on_ranks(2, body):
         for g, w in zip(got, want, strict=True):
-            assert g.dtype == w.dtype and torch.allclose(g.double(), w.double(), rtol=0.02, atol=0.1)
+            off = torch.finfo(torch.bfloat16).eps * w.abs().max()  # half a unit of the sum of each rank's rows
+            assert g.dtype == w.dtype and (g - w).abs().max() <= off
 
 
 def test_no_grad_and_inference():
