@@ -20,6 +20,7 @@ from fusedtp.ops import (
     matmul_all_reduce,
     matmul_reduce_scatter,
     scaled_all_gather_matmul,
+    scaled_matmul_all_reduce,
     scaled_matmul_reduce_scatter,
 )
 from fusedtp.ops.all_gather_gated_matmul import all_gather_gated_matmul
@@ -76,6 +77,7 @@ __all__ = [
     "prove",
     "reserve",
     "scaled_all_gather_matmul",
+    "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
     "set_timeout",
     "to_transformers",

@@ -15,6 +15,8 @@ Two shots: the reduce-scatter of matmul_reduce_scatter.py over rows (split as to
 chunk of sums to all as well. A program that finds no more tiles copies what the owners pushed into y. It waits for
 sums, which wait for products only, and all of both were taken before it (Note [Tickets] in signals.py).
 
+Products of fp8 are scaled before they travel, as in matmul_reduce_scatter.py.
+
 Partials are summed in fp32 in rank order and rounded once, and in two shots by one rank for all; so all ranks hold the
 same bits.
 """
@@ -63,6 +65,10 @@ def one_shot_kernel(
     ACROSS: tl.constexpr = False,  # w by TMA, as a [K, N]
     w_descriptor0=None,  # with TMA that of w
     x_descriptor0=None,  # with X_TMA that of x
+    x_scale=None,  # of fp8: fp32 of each row of x, or of all with stride 0
+    stride_xs=None,
+    w_scale=None,
+    stride_ws=None,
 ):
     """A slot holds [W, M, N], the partials of all ranks; flag c is chunk c, `group` consecutive tiles."""
     if signals.failed(peers):
@@ -71,6 +77,10 @@ def one_shot_kernel(
         ws = (w_descriptor0,)
     if X_TMA:
         xs = (x_descriptor0,)
+    if x_scale is None:
+        scales = None
+    else:
+        scales = (x_scale, stride_xs, w_scale, stride_ws)
     pid = tl.program_id(0)
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
@@ -108,6 +118,7 @@ def one_shot_kernel(
                     X_TMA,
                     ACROSS,
                     element,
+                    scales,
                 )
                 if stored >= 0:  # Note [Late publish]
                     signals.publish_to_all(peers, stored)
@@ -169,6 +180,10 @@ def two_shot_kernel(
     ACROSS: tl.constexpr = False,  # w by TMA, as a [K, N]
     w_descriptor0=None,  # with TMA that of w
     x_descriptor0=None,  # with X_TMA that of x
+    x_scale=None,  # of fp8: fp32 of each row of x, or of all with stride 0
+    stride_xs=None,
+    w_scale=None,
+    stride_ws=None,
 ):
     """A slot holds [W, R_r, N], partials of the own rows, and from result_at on [M, N], the sums of all owners."""
     if signals.failed(peers):
@@ -177,6 +192,10 @@ def two_shot_kernel(
         ws = (w_descriptor0,)
     if X_TMA:
         xs = (x_descriptor0,)
+    if x_scale is None:
+        scales = None
+    else:
+        scales = (x_scale, stride_xs, w_scale, stride_ws)
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
     _own, before = shard(sizes, rank, world)
@@ -213,6 +232,7 @@ def two_shot_kernel(
         X_TMA,
         ACROSS,
         True,
+        scales,
     )
     num_cols = cdiv(N, BLOCK_N)
     result = sums_at(peers, rank, result_at, y.dtype.element_ty)

@@ -224,6 +224,7 @@ def variants_of(kernel: str) -> dict[str, Variant]:
         pairs = kernel == "grouped_matmul_kernel"
         return {name: v for name, v in GROUPED_VARIANTS.items() if pairs or not name.endswith("-pair")}
     of = {"matmul_reduce_scatter_kernel": SCATTER_VARIANTS, "all_gather_matmul_kernel": GATHER_VARIANTS}
+    of |= dict.fromkeys(("one_shot_kernel", "two_shot_kernel"), FUSED_VARIANTS | FP8_VARIANTS)
     of |= {"matmul_kernel": LOCAL_VARIANTS, "moe_matmul_combine_kernel": RETURNING_VARIANTS}
     of |= {"moe_dispatch_matmul_kernel": ARRIVING_VARIANTS} | dict.fromkeys(EXCHANGES, VARIANTS)
     return of.get(kernel, FUSED_VARIANTS)

@@ -30,6 +30,7 @@ elements of the working dtype. A group holds two slots of the largest of its cal
     scaled_matmul_reduce_scatter       as matmul_reduce_scatter
     matmul_all_reduce, small           T * N           W * T * N, of no more than 256 KiB a partial
     matmul_all_reduce, larger          T * N           W * ceil(T / W) * N + T * N
+    scaled_matmul_all_reduce           as matmul_all_reduce
     all_gather_rows, ...               as the matmul   -
     moe_dispatch, of k choices         max R_p (K + k) max R_p * K
     moe_combine                        max R_p * k * N max R_p * k * N

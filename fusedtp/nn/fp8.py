@@ -11,7 +11,7 @@ These are scales of rows; with one scale of each tensor wgrad is fp8 too. q() is
                       dx by scaled_matmul_reduce_scatter
     row-parallel      y by scaled_matmul_reduce_scatter, of each rank's columns with their own scales; q(dy) is gathered
                       in fp8, once for dx and dw
-    without sequence parallelism the product is fp8 and the sum over ranks a plain all-reduce
+    without sequence parallelism y of a row-parallel layer by scaled_matmul_all_reduce; gradients are local
 
 Note [Scales along the contraction]
 A product is scaled after its sum, so a scale must be the same all along the sum: scales of rows serve x @ w.T, where
@@ -62,8 +62,7 @@ from fusedtp.ops import fp8
 from fusedtp.ops.fp8 import E4M3, E5M2
 from fusedtp.ops.main_grad import MainGrad, accumulate_grad, main_grads_of, weight_grad
 from fusedtp.ops.operation import OPERATIONS, Spec, as_autocast, check_linear, needs_grad, wanted
-from fusedtp.ops.rows import rows_of_full, rows_of_shard
-from fusedtp.ops.tokens import all_reduce_sum
+from fusedtp.ops.rows import rows_of_full, rows_of_shard, split
 
 from .linear import Linear
 
@@ -313,8 +312,7 @@ class InFP8:
         """The name of what runs in place of an operation of the working dtype, for so many tokens."""
         if tokens < self.min_rows:
             return operation
-        alone = {"matmul": "fp8 matmul", "matmul_all_reduce": "fp8 matmul and all_reduce"}
-        return alone.get(operation, f"scaled_{operation}")
+        return "fp8 matmul" if operation == "matmul" else f"scaled_{operation}"
 
     def gather(
         self,
@@ -340,7 +338,8 @@ class InFP8:
             check_linear(at, x, operands[: len(weights)], operands[len(weights) :])
             _check_dtype(x)
             spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad(x, *operands), layer)
-            ys = _Gathered.apply(spec, self.scaling, main_grads, x if dim == 0 else x.flatten(0, -2), *operands)
+            flat = x if dim == 0 else x.flatten(0, -2)
+            ys = _Gathered.apply(spec, None, self.scaling, main_grads, flat, *operands)
             return ys if dim == 0 else tuple(y.view(rows.batch, rows.length, y.shape[1]) for y in ys)
 
     def scatter(
@@ -379,9 +378,8 @@ class InFP8:
         (main_grad,) = main_grads_of([weight])
         x, weight, bias = as_autocast(x.device.type, x, weight, bias)
         _check_dtype(x)
-        (y,) = _Gathered.apply(
-            None, self.scaling, [main_grad], x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias
-        )
+        flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        (y,) = _Gathered.apply(None, None, self.scaling, [main_grad], flat, weight, bias)
         made: Tensor = y
         return made.view(*x.shape[:-1], weight.shape[0])
 
@@ -396,10 +394,20 @@ class InFP8:
         layer: str = "",
     ) -> Tensor:
         """matmul_all_reduce: x [..., K_r], w [N, K_r] -> [..., N] on every rank."""
-        if x.shape[:-1].numel() < self.min_rows:
-            return ops.matmul_all_reduce(x, weight, group, bias=bias, engine=engine, layer=layer)
-        y = all_reduce_sum(self.local(x, weight), group, layer)
-        return y if bias is None else y + bias.to(y.dtype)
+        at = place(group)
+        with propagate_errors(at):
+            if x.shape[:-1].numel() < self.min_rows:
+                return ops.matmul_all_reduce(x, weight, group, bias=bias, engine=engine, layer=layer)
+            (main_grad,) = main_grads_of([weight])
+            x, weight, bias = as_autocast(at.device_type, x, weight, bias)
+            check_linear(at, x, [weight], [bias])
+            _check_dtype(x)
+            flat = x if x.dim() == 2 else x.flatten(0, -2)
+            sizes, needs = split(flat.shape[0], at.world_size), needs_grad(x, weight, bias)
+            summed = Spec(at.name, at.rank, sizes, 1, engine, needs, layer)
+            (y,) = _Gathered.apply(None, summed, self.scaling, [main_grad], flat, weight, bias)
+            made: Tensor = y
+            return made.view(*x.shape[:-1], weight.shape[0])
 
 
 def _check_dtype(x: Tensor) -> None:
@@ -408,12 +416,16 @@ def _check_dtype(x: Tensor) -> None:
 
 
 class _Gathered(Function):
-    """y_i = q(x) @ q(w_i).T + b_i, x of all ranks. Without a spec, x is whole here and nothing travels."""
+    """y_i = q(x) @ q(w_i).T + b_i, x of all ranks. Without a spec, x is whole here and no row travels.
+
+    summed   of one product without a spec: y is the sum over ranks, in all of which dy is the same
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         spec: Spec | None,
+        summed: Spec | None,
         scaling: Scaling,
         main_grads: Sequence[MainGrad | None],
         x: Tensor,
@@ -421,13 +433,16 @@ class _Gathered(Function):
     ) -> tuple[Tensor, ...]:
         n = len(main_grads)
         weights: Any = operands[:n]
-        need_x, need_weights = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4 : 4 + n])
+        need_x, need_weights = ctx.needs_input_grad[4], any(ctx.needs_input_grad[5 : 5 + n])
         w, widths = joined(weights), [w.shape[0] for w in weights]
         (values, scale), (w_values, w_scale) = scaling.operands(x, w, spec)
         packed = fp8.pack(values, scale) if spec is not None or need_weights else None
         each, biases = [*w_values.split(widths)], [*operands[n:]]
         scales = [*w_scale.split(widths)] if scaling.by_row else [w_scale] * n
-        if spec is None:
+        if summed is not None:
+            all_reduce = OPERATIONS["scaled_matmul_all_reduce"]
+            ys = [all_reduce(summed, values, scale, w_values, w_scale, biases[0], x.dtype)]
+        elif spec is None:
             of_each = zip(each, scales, biases, strict=True)
             ys = [fp8.product(values, scale, q, s, b, x.dtype) for q, s, b in of_each]
         else:
@@ -443,7 +458,7 @@ class _Gathered(Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         packed, *of_weights = ctx.saved_tensors
         n, spec = len(ctx.main_grads), ctx.spec
-        need_x, *needs = wanted(ctx)[3:]
+        need_x, *needs = wanted(ctx)[4:]
         dx: Tensor | None = None
         dws: list[Tensor | None] = [None] * n
         versions = [(dy, dy._version) for dy in dys]
@@ -452,7 +467,7 @@ class _Gathered(Function):
             _, values, scale = kept  # else it is of another backward pass
         elif need_x or any(needs[:n]):
             values, scale = ctx.scaling.gradient(joined(dys, 1), spec)
-        if need_x and not any(needs[:n]) and any(ctx.needs_input_grad[4 : 4 + n]):
+        if need_x and not any(needs[:n]) and any(ctx.needs_input_grad[5 : 5 + n]):
             ctx.quantized = versions, values, scale  # a weight pass follows
         if need_x:
             w_scale, *weights = of_weights
@@ -469,7 +484,7 @@ class _Gathered(Function):
                 if needs[i]:
                     dws[i] = weight_gradient(ctx.scaling, dy, scale, x, x_scale, ctx.main_grads[i], ctx.dtype)
         dbs = [dy.sum(0) if need else None for dy, need in zip(dys, needs[n:], strict=True)]
-        return None, None, None, dx, *dws, *dbs
+        return None, None, None, None, dx, *dws, *dbs
 
 
 class _Scattered(Function):

@@ -6,6 +6,7 @@ from .matmul_all_reduce import local_linear, matmul_all_reduce
 from .matmul_reduce_scatter import matmul_reduce_scatter
 from .moe import grouped_gated, grouped_matmul
 from .scaled_all_gather_matmul import scaled_all_gather_matmul
+from .scaled_matmul_all_reduce import scaled_matmul_all_reduce
 from .scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "scaled_all_gather_matmul",
+    "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
 ]

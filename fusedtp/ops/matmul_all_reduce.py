@@ -247,13 +247,20 @@ def _result_at(total: int, n: int, world_size: int, dtype: torch.dtype) -> int:
 
 
 def prepare_one_shot(
-    view: Any, world_size: int, x: Tensor, weight: Tensor, config: Config | None, machine: Machine
+    view: Any,
+    world_size: int,
+    x: Tensor,
+    weight: Tensor,
+    config: Config | None,
+    machine: Machine,
+    dtype: torch.dtype | None = None,
 ) -> Launch:
     """The one-shot launch without its pointers, for operands of these shapes, strides and alignments.
 
     x        [T, K]     any strides; K is this rank's own
     weight   [N, K]     any strides
     config   None: the tuned one, or the default
+    dtype    of y and of what travels, where it is not that of x
     """
     from fusedtp.kernels.matmul_all_reduce import one_shot_kernel
 
@@ -272,7 +279,13 @@ def prepare_one_shot(
 
 
 def prepare_two_shot(
-    view: Any, world_size: int, x: Tensor, weight: Tensor, config: Config | None, machine: Machine
+    view: Any,
+    world_size: int,
+    x: Tensor,
+    weight: Tensor,
+    config: Config | None,
+    machine: Machine,
+    dtype: torch.dtype | None = None,
 ) -> Launch:
     """The two-shot launch, likewise."""
     from fusedtp.kernels.matmul_all_reduce import two_shot_kernel
@@ -287,7 +300,7 @@ def prepare_two_shot(
         sizes=tuple(odd(max(0, min(each, total - r * each))) for r in range(world_size)),
         **matmul_args([x], [weight], config),
         **window_args(config, each, n, world_size, flags),
-        result_at=_result_at(total, n, world_size, x.dtype),
+        result_at=_result_at(total, n, world_size, dtype or x.dtype),
         flags=flags,
     )
     return Launch(two_shot_kernel, config.programs, args, config)

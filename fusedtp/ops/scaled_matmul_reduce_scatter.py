@@ -196,9 +196,12 @@ def prepare(
     machine: Machine,
 ) -> Launch:
     """The launch without its pointers, for operands of these shapes, strides and alignments."""
-    launch = prepare_unscaled(view, [x], [w], rows, config, machine)
-    scales = dict(stride_xs=scale_step(x_scale), stride_ws=scale_step(w_scale))
-    return replace(launch, args=launch.args | scales)
+    return scaled(prepare_unscaled(view, [x], [w], rows, config, machine), x_scale, w_scale)
+
+
+def scaled(launch: Launch, x_scale: Tensor, w_scale: Tensor) -> Launch:
+    """A prepared launch, of fp8 operands whose scales have these strides. Here and below: matmul_all_reduce's too."""
+    return replace(launch, args=launch.args | dict(stride_xs=scale_step(x_scale), stride_ws=scale_step(w_scale)))
 
 
 def scale_pointers(x_scale: Tensor, w_scale: Tensor) -> dict[str, Tensor]:

@@ -260,7 +260,8 @@ def called(group) -> set[str]:
     return calls
 
 
-FP8_CALLS = {"scaled_all_gather_matmul", "scaled_matmul_reduce_scatter"}
+SHARDED = {"scaled_all_gather_matmul", "scaled_matmul_reduce_scatter"}  # with sequence parallelism
+FP8_CALLS = SHARDED | {"scaled_matmul_all_reduce"}
 
 
 def falls_back(group, case: Case) -> None:
@@ -271,8 +272,11 @@ def falls_back(group, case: Case) -> None:
     assert not called(group) & FP8_CALLS
     computed(group, case, given, min_rows=total)
     ran = called(group)
-    wanted = {"scaled_all_gather_matmul" if case.kind == "column" else "scaled_matmul_reduce_scatter"}
-    assert (wanted <= ran) if case.sequence_parallel else not ran & FP8_CALLS
+    if case.kind == "column":
+        wanted = {"scaled_all_gather_matmul"} if case.sequence_parallel else set()
+    else:
+        wanted = {"scaled_matmul_reduce_scatter" if case.sequence_parallel else "scaled_matmul_all_reduce"}
+    assert wanted <= ran and (case.sequence_parallel or ran & FP8_CALLS == wanted)
     for name, right in computed(group, case, given, kind=Linear).items():
         assert_same(name, small[name], right)
 
@@ -301,7 +305,7 @@ def shares_a_gather(group) -> None:
     fusedtp.parallelize(mlp, mesh)
     comm.engine_calls.clear()
     mlp(x)
-    assert {name for name, _ in comm.engine_calls} == FP8_CALLS
+    assert {name for name, _ in comm.engine_calls} == SHARDED
     said = {layer.name: layer.operation for layer in fusedtp.explain(mlp).layers}
     assert said.pop("down_proj") == "scaled_matmul_reduce_scatter"
     assert set(said.values()) == {"scaled_all_gather_matmul"} and len(said) == 2
@@ -326,7 +330,7 @@ def explained_without_sequence_parallelism(group) -> dict[str, str]:
 def test_products_without_sequence_parallelism_are_named():
     assert (
         world(2).run(explained_without_sequence_parallelism)
-        == [{"0": "fp8 matmul", "1": "fp8 matmul and all_reduce"}] * 2
+        == [{"0": "fp8 matmul", "1": "scaled_matmul_all_reduce"}] * 2
     )
 
 
@@ -583,7 +587,7 @@ def runs(group, code: str) -> None:
     scope = {"mesh": {"tp": DeviceMesh.from_group(group, "cpu")}}
     called(group)
     exec(code, scope)
-    assert called(group) == FP8_CALLS | {"all_gather_rows"}
+    assert called(group) == SHARDED | {"all_gather_rows"}
     assert scope["x"].grad is not None
 
 

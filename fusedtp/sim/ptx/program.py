@@ -71,12 +71,12 @@ class Lanes:
 
     @property
     def ready(self) -> bool:
-        return any(group.barrier is None for group in self.groups)
+        return None in [group.barrier for group in self.groups]
 
     @property
     def pauses(self) -> bool:
         """Whether the next block of some lanes may see what other programs do."""
-        return any(group.barrier is None and self.blocks[group.at].pauses for group in self.groups)
+        return True in [self.blocks[group.at].pauses for group in self.groups if group.barrier is None]
 
     def run(self, most: int) -> bool:
         """Run ready groups until the program has executed so much. Whether it shall pause before it goes on."""
