@@ -3,6 +3,7 @@
     local_cases    every kernel, in the variants that its launcher chooses, one launch after another
     local_case     one of them
 
+What a caller chooses (activation, bias, residual, direction of a rotation) goes by the dtype: each choice is made once.
 Sums are of small integers, exact in any order. What has gone through exp or rsqrt may differ from torch's by rounding.
 Elements that no kernel writes, such as rows behind the last expert's, must stay as they are.
 """
@@ -29,7 +30,13 @@ from fusedtp.sim.case import Case, Launch, Mismatch, Run, compare
 
 from .dense import gpu
 
-F32, F16, BF16, E4M3 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ACTIVATIONS: dict[torch.dtype, tuple[str, Callable[[Tensor], Tensor]]] = {
+    F32: ("silu", F.silu),
+    F16: ("gelu", F.gelu),
+    BF16: ("gelu_pytorch_tanh", partial(F.gelu, approximate="tanh")),
+}
 UNWRITTEN = -7  # of integers; floats are NaN
 ROUNDINGS = 4  # in fp32, of terms as large as the largest element, in a result that is not exact
 
@@ -86,9 +93,10 @@ def _matmul(v: Variant) -> Local:
     out = F32 if v.dtype == E4M3 else v.dtype
     config = replace(v.config, block_k=32) if v.dtype == E4M3 else v.config
     precision = "tf32" if v.config.tma and v.dtype == F32 else "ieee"
-    given = v.rows(x), w.to(v.dtype), bias.to(out), out, config, precision, v.machine, scales
-    launch, y = plain.plan_matmul(*given)
-    return Local(launch, [y], [x @ w.t() * scales[0] * scales[1].t() + bias])
+    added = None if v.dtype == BF16 else bias.to(out)
+    launch, y = plain.plan_matmul(v.rows(x), w.to(v.dtype), added, out, config, precision, v.machine, scales)
+    wanted = x @ w.t() * scales[0] * scales[1].t()
+    return Local(launch, [y], [wanted if added is None else wanted + bias])
 
 
 OFFSETS = (0, 17, 17, 20, 104)  # the second expert has no rows; the last three of R rows are no expert's
@@ -109,12 +117,14 @@ def _grouped(name: str, v: Variant) -> Local:
     how = v.config, "ieee", v.machine
     if name == "grouped_matmul":  # on sm_90 the sum of two products
         pair = 1 + (v.machine.capability == 90)
-        launch, y = grouped.plan_matmul([x_low] * pair, [w_low, up_low][:pair], offsets, bias_low, *how)
-        return Local(launch, [y], [_by_expert(x, w + up if pair > 1 else w, bias)])
+        biases = (None, None) if v.dtype == BF16 else (bias_low, bias)
+        launch, y = grouped.plan_matmul([x_low] * pair, [w_low, up_low][:pair], offsets, biases[0], *how)
+        return Local(launch, [y], [_by_expert(x, w + up if pair > 1 else w, biases[1])])
     if name == "grouped_gated":
-        launch, (y, *products) = grouped.plan_gated(x_low, w_low, up_low, offsets, "silu", True, *how)
+        act, formula = ACTIVATIONS[v.dtype]
+        launch, (y, *products) = grouped.plan_gated(x_low, w_low, up_low, offsets, act, True, *how)
         g, u = _by_expert(x, w), _by_expert(x, up)
-        return Local(launch, [y, *(each for each in products if each is not None)], [F.silu(g) * u, g, u], False)
+        return Local(launch, [y, *(each for each in products if each is not None)], [formula(g) * u, g, u], False)
     # pads its result to multiples of 16, so that tiles of 16 have no tails; in fp32 nothing lies behind the last row
     config = replace(v.config, block_m=max(32, v.config.block_m), block_n=64)
     if v.dtype == F32:
@@ -127,22 +137,22 @@ def _grouped(name: str, v: Variant) -> Local:
 
 
 def _swiglu(v: Variant) -> Local:
-    draw = drawn()
+    draw, (act, formula) = drawn(), ACTIVATIONS[v.dtype]
     gate, up = draw(70, 40), draw(70, 40)
-    launch, y = pointwise.plan_swiglu(gate.to(v.dtype), up.to(v.dtype), "silu")
-    return Local(launch, [y], [F.silu(gate) * up], False)
+    launch, y = pointwise.plan_swiglu(gate.to(v.dtype), up.to(v.dtype), act)
+    return Local(launch, [y], [formula(gate) * up], False)
 
 
 def _swiglu_backward(v: Variant, grouped_rows: bool = False) -> Local:
     """Of rows of experts too: those of none are not written."""
-    draw, rows = drawn(), R if grouped_rows else 70
+    draw, rows, (act, formula) = drawn(), R if grouped_rows else 70, ACTIVATIONS[v.dtype]
     dy, gate, up = draw(rows, N), draw(rows, N), draw(rows, N)
     given = dy.to(v.dtype), gate.to(v.dtype), up.to(v.dtype)
     gate, up = gate.requires_grad_(), up.requires_grad_()
-    wanted = torch.autograd.grad(F.silu(gate) * up, (gate, up), dy)
+    wanted = torch.autograd.grad(formula(gate) * up, (gate, up), dy)
     if not grouped_rows:
-        return Local(*pointwise.plan_swiglu_backward(*given, "silu"), wanted, False)
-    made = grouped.plan_gated_backward(*given, torch.tensor(OFFSETS, dtype=torch.int32), "silu", v.machine)
+        return Local(*pointwise.plan_swiglu_backward(*given, act), wanted, False)
+    made = grouped.plan_gated_backward(*given, torch.tensor(OFFSETS, dtype=torch.int32), act, v.machine)
     unwritten = torch.arange(R)[:, None] >= OFFSETS[-1]
     return Local(*made, [each.masked_fill(unwritten, torch.nan) for each in wanted], False)
 
@@ -150,10 +160,14 @@ def _swiglu_backward(v: Variant, grouped_rows: bool = False) -> Local:
 def _norm(v: Variant, rows: int, width: int) -> Local:
     draw = drawn()
     x, residual, weight = draw(rows, width), draw(rows, width), draw(width)
-    made = pointwise.plan_rms_norm(x.to(v.dtype), residual.to(v.dtype), weight, 1e-5, v.machine)
-    total = x + residual
-    inverse_rms = torch.rsqrt(total.square().mean(1) + 1e-5)
-    return Local(*made, [total * inverse_rms[:, None] * weight, total, inverse_rms], False)
+    added = None if v.dtype == BF16 else residual.to(v.dtype)
+    launch, (y, total, inverse_rms) = pointwise.plan_rms_norm(x.to(v.dtype), added, weight, 1e-5, v.machine)
+    wanted = x if added is None else x + residual
+    inverse = torch.rsqrt(wanted.square().mean(1) + 1e-5)
+    outs, all_wanted = [y, inverse_rms], [wanted * inverse[:, None] * weight, inverse]
+    if added is not None:
+        outs, all_wanted = [*outs, total], [*all_wanted, wanted]
+    return Local(launch, outs, all_wanted, False)
 
 
 def _norm_backward(v: Variant, rows: int, width: int) -> Local:
@@ -161,21 +175,23 @@ def _norm_backward(v: Variant, rows: int, width: int) -> Local:
     draw = drawn()
     x, residual, dy, weight, r = draw(rows, width), draw(rows, width), draw(rows, width), draw(width), draw(rows)
     low_dy, low_residual, low_x = (each.to(v.dtype) for each in (dy, residual, x))
-    alone = replace(v.machine, programs=0)
-    made = pointwise.plan_rms_norm_backward(low_dy, low_residual, low_x, weight, r, alone)
+    alone, added = replace(v.machine, programs=0), None if v.dtype == BF16 else low_residual
+    made = pointwise.plan_rms_norm_backward(low_dy, added, low_x, weight, r, alone)
     scaled, r = dy * weight, r[:, None]
-    dx = r * scaled - x * r**3 * (scaled * x).sum(1, keepdim=True) / width + residual
-    return Local(*made, [dx, (dy * x * r).sum(0, keepdim=True)], False)
+    dx = r * scaled - x * r**3 * (scaled * x).sum(1, keepdim=True) / width
+    return Local(*made, [dx if added is None else dx + residual, (dy * x * r).sum(0, keepdim=True)], False)
 
 
 # -- rotary embedding and cross-entropy --------------------------------------------------------------------------------
 
 
 def _rope(v: Variant) -> Local:
+    """Forward and back, by tables of each batch entry or of all."""
     draw = drawn()
-    q, k, cos, sin = draw(2, 3, 5, 12), draw(2, 3, 2, 12), draw(2, 3, 1, 6), draw(2, 3, 1, 6)
-    launch, outs = pointwise.plan_rotate(q.to(v.dtype), k.to(v.dtype), cos, sin, 1)
-    halves = (each.chunk(2, -1) for each in (q, k))
+    batch, sign = 1 if v.dtype == BF16 else 2, -1 if v.dtype == F16 else 1
+    q, k, cos, sin = draw(2, 3, 5, 12), draw(2, 3, 2, 12), draw(batch, 3, 1, 6), draw(batch, 3, 1, 6)
+    launch, outs = pointwise.plan_rotate(q.to(v.dtype), k.to(v.dtype), cos, sin, sign)
+    halves, sin = (each.chunk(2, -1) for each in (q, k)), sign * sin
     return Local(launch, outs, [torch.cat([a * cos - b * sin, b * cos + a * sin], -1) for a, b in halves])
 
 
@@ -197,9 +213,9 @@ def _logits(name: str, v: Variant) -> Local:
 
 
 def _quantize(v: Variant) -> Local:
-    """Rows that a program holds; columns, which it does not (k not 40); these by a scale that is given (k = 71)."""
+    """Rows that a program holds; columns, which it does not (k = 70, as e5m2); these by a scale that is given (71)."""
     draw = drawn()
-    k, filled = v.k, 16 * -(-v.k // 16)
+    k, filled, kind = v.k, 16 * -(-v.k // 16), E5M2 if v.k == 70 else E4M3
     x = draw(37, k) * 2.0 ** (torch.arange(k) - k // 2)
     x[1::2] = x[1::2].flip(1)
     x[::5, ::9], x[1::5, 3::9] = torch.inf, torch.nan
@@ -207,9 +223,9 @@ def _quantize(v: Variant) -> Local:
     packed, wanted = (
         torch.full((37, filled // 4 + 4), UNWRITTEN, dtype=torch.int32).view(torch.uint8) for _ in range(2)
     )
-    values, scales = packed.view(E4M3)[:, :filled], packed[:, filled:].view(F32)
+    values, scales = packed.view(kind)[:, :filled], packed[:, filled:].view(F32)
     launch = quantize.plan_quantize(x, one, values, scales if one is None else None)
-    made, scale = fp8.quantize(x) if one is None else (fp8.values_of(x, one, E4M3), one)
+    made, scale = fp8.quantize(x, kind) if one is None else (fp8.values_of(x, one, kind), one)
     wanted[:, :filled] = F.pad(made.view(torch.uint8), (0, filled - k))
     if one is None:
         wanted[:, filled:].view(F32)[:] = scale
@@ -232,10 +248,10 @@ def _pack(name: str, v: Variant) -> Local:
 def _largest(v: Variant) -> Local:
     """Of columns, by four programs: the first has two parts, the largest of each elsewhere."""
     x = torch.ones(70, 300)
-    x[:, 3:10], x[0, 64], x[69, 150], x[2, 299], x[3, 64:128] = torch.inf, 5.0, 6.0, 7.0, torch.nan
+    x[:, 3:10], x[0, 64], x[69, 150], x[2, 299], x[3, 64:128] = torch.inf, 5.0, -6.0, 7.0, torch.nan
     launch, parts = quantize.plan_largest(x.t(), replace(v.machine, programs=1))
     in_parts = [x[:, i : i + 64] for i in range(0, 300, 64)]
-    of_parts = torch.stack([each[each.isfinite()].max() for each in in_parts])
+    of_parts = torch.stack([each[each.isfinite()].abs().max() for each in in_parts])
     return Local(launch, [parts], [torch.stack([of_parts[n::4].max() for n in range(4)])])
 
 

@@ -82,8 +82,9 @@ def _load(e: Emitter, i: Instruction) -> list[str] | None:
 
 def into(e: Emitter, x: Operand, t: str, value: str) -> list[str]:
     """What the lanes that took part got, as bits, into a register; extended by its sign for s types."""
-    if not isinstance(x, Reg):
+    if x == Symbol("_"):
         return []
+    assert isinstance(x, Reg)
     if t[0] == "s":
         value = f"{value}.view({dtype_of(t)})"
     view = (SIGNED if t[0] == "s" else BY_WIDTH)[x.width]
@@ -130,7 +131,7 @@ def _atomic(e: Emitter, i: Instruction) -> list[str] | None:
 def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dtype[Any]]:
     """new(number, old) of an atomic, None where it leaves the word, and the type of it. PTX ISA 9.7.13.5."""
     dtype, (a, *swap) = np.dtype(TYPES[t][1]), given
-    if t in HALVES:
+    if t in HALVES or t == "f16":
         return lambda n, old: halves(operation, t, False, False, old, a[n]), dtype
     if operation == "cas":
         return lambda n, old: swap[0][n] if old == a[n] else None, dtype

@@ -113,7 +113,7 @@ class Emitter:
             lines = handler(self, i)
         except UnsupportedPtx:
             raise
-        except (KeyError, IndexError, ValueError, TypeError, AssertionError) as error:
+        except (AttributeError, KeyError, IndexError, ValueError, TypeError, AssertionError) as error:
             raise i.unsupported(f"{type(error).__name__}: {error}") from None
         if lines is None:
             raise i.unsupported()
@@ -155,7 +155,7 @@ class Emitter:
 
     def put(self, x: Operand, t: str, value: str) -> list[str]:
         """Assign: a register that is wider than t is extended, by sign for s types, as ld and cvt do."""
-        if isinstance(x, Special | Symbol):  # such as _
+        if x == Symbol("_"):
             return []
         if isinstance(x, Reg) and t != "pred" and x.width > 8 * size_of(t):
             target = f"{(SIGNED if t[0] == 's' else BY_WIDTH)[x.width]}[{x.number}]"
@@ -196,7 +196,7 @@ def number(text: str, t: str) -> Any:
     if found := re.fullmatch(r"0[dD]([0-9a-fA-F]{16})", text):
         return np.array(int(found[1], 16), np.uint64).view(np.float64)[()].astype(dtype)
     if dtype.kind == "b":
-        return np.bool_(text == "true" if text in ("true", "false") else int(text, 0))
+        return np.bool_(int(text, 0))
     if dtype.kind == "f" and not text.lower().startswith("0x"):
         return dtype.type(float(text))
     value = int(text.rstrip("U"), 0) % (1 << 8 * dtype.itemsize)
@@ -216,7 +216,7 @@ def _arithmetic(e: Emitter, i: Instruction) -> list[str] | None:
     floats = t in FLOATS or t in HALVES
     if len(given) != (3 if r in ("mad", "fma") else 2) or (r in OF_INTEGERS if floats else r == "fma"):
         return None
-    if i.has("sat") and (r, t) != ("fma", "f32"):
+    if (i.has("sat") and (r, t) != ("fma", "f32")) or (i.has("xorsign") and t in HALVES):
         return None
     if r != "div" and (t in HALVES or (r, t) == ("fma", "f16")):
         how = f"{r!r}, {t!r}, {i.has('relu')}, {i.has('NaN')}"
@@ -229,10 +229,11 @@ def _arithmetic(e: Emitter, i: Instruction) -> list[str] | None:
     x, y, *z = (e.read(each, t) for each in given)
     if i.has("hi"):
         return e.put(d, t, " + ".join([f"mul_hi({x}, {y})", *z]))
+    function = f"f{r}" if t[0] == "f" and not i.has("NaN") else f"{r}imum"
     if i.has("abs", "xorsign"):
-        return e.put(d, t, f"xorsign({r!r}, {x}, {y})") if i.has("xorsign") else None
+        return e.put(d, t, f"xorsign(np.{function}, {x}, {y})") if i.has("xorsign") else None
     if r in ("min", "max"):
-        made = e.call(f"f{r}" if t[0] == "f" and not i.has("NaN") else f"{r}imum", d, t, x, y)
+        made = e.call(function, d, t, x, y)
         return made + (e.call("maximum", d, t, e.target(d, t), e.literal(0, t)) if i.has("relu") else [])
     if r == "fma" and t == "f32":
         value = f"np.multiply({x}, {y}, dtype=np.float64) + {z[0]}"
@@ -378,9 +379,8 @@ LOGIC = (
 @handles("setp")
 def _compare(e: Emitter, i: Instruction) -> list[str] | None:
     t, (d, a, b, *third) = typed(i), i.args
-    x, y = e.read(a, t), e.read(b, t)
-    if t == "bf16":
-        x, y = f"from_bf16({x})", f"from_bf16({y})"
+    assert not t.endswith("x2"), "two comparisons"
+    x, y = (f"from_bf16({e.read(v, t)})" if t == "bf16" else e.read(v, t) for v in (a, b))
     kind, targets = i.parts[1], e.items(d)
     if kind in COMPARED and not third and len(targets) == 1 and not (kind == "ne" and t in FLOATS):
         return e.call(COMPARED[kind], d, "pred", x, y)
@@ -454,16 +454,16 @@ def _convert(e: Emitter, i: Instruction) -> list[str] | None:
     if len(types) != 2:
         return None
     (to, of), (d, *given) = types, i.args
-    rounding, saturated = i.among(ROUNDED), i.has("sat", "satfinite")
+    rounding, saturated = i.among(ROUNDED), i.has("sat")
     if to in PAIRS or of in PAIRS:
-        if rounding != "rn" and (rounding, to, of) != ("rz", "f16x2", "f32"):
+        if (rounding != "rn" and (rounding, to, of) != ("rz", "f16x2", "f32")) or (i.has("satfinite") and "f16" in to):
             return None
         source = e.reads(given, PAIRS.get(of, of))
         return e.put(d, PAIRS[to], f"pairs({to!r}, {of!r}, {i.has('relu')}, {source}, cut={rounding == 'rz'})")
+    if i.has("relu", "satfinite"):
+        return None
     if to == "tf32":
         return e.put(d, "b32", f"to_tf32({e.read(given[0], 'f32')}, {rounding!r})")
-    if i.has("relu"):
-        return None
     source, dtype = e.read(given[0], of), dtype_of(to)
     if of == "bf16":
         source = f"from_bf16({source})"

@@ -80,15 +80,13 @@ class Compiler:
         if scratch:
             size = scratch * int(np.prod(launch.shape))
             (held,) = symmetric("scratch", 1, (size + NBYTES,), torch.uint8).tensors
-            memory[SCRATCH] = held[-held.data_ptr() % NBYTES :][
-                :size
-            ]  # begins where a descriptor may, as Triton's does
+            first = -held.data_ptr() % NBYTES  # where a descriptor may begin, as Triton's does
+            memory[SCRATCH] = held[first : first + size]
             given.append(memory[SCRATCH].data_ptr())
         sizes = made.listing.parameters
         given += [0] * (len(sizes) - len(given))  # scratch that it does not ask for, and that of Triton's profiler
-        parameters: dict[str, Any] = {}
-        for x, (name, size) in zip(given, sizes.items(), strict=True):
-            parameters[name] = x if isinstance(x, TensorMap) else x & ((1 << 8 * size) - 1)
+        held_in = zip(given, sizes.items(), strict=True)
+        parameters = {n: x if isinstance(x, TensorMap) else x & ((1 << 8 * size) - 1) for x, (n, size) in held_in}
         parameters |= {f"%envreg{n}": value for n, value in enumerate(getattr(launch, "environment", ()))}
         return made, parameters | memory
 

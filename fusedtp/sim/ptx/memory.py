@@ -437,7 +437,7 @@ class Window:
             yield self.line.shadows[within], who, ...
             return
         each = np.array(self.line.starts).searchsorted(places, "right") - 1
-        for n in np.unique(each).tolist():
+        for n in dict.fromkeys(each.tolist()):
             chosen = np.flatnonzero(each == n)
             yield self.line.shadows[n], who._replace(threads=who.threads[chosen]), chosen
 

@@ -119,9 +119,8 @@ def limited(x: Array) -> Array:
     return np.fmin(np.fmax(x, 0), 1) + 0
 
 
-def xorsign(operation: str, a: Array, b: Array) -> Array:
+def xorsign(function: np.ufunc, a: Array, b: Array) -> Array:
     """min or max of the sizes, with the product's sign: PTX ISA 9.7.3.11, .xorsign.abs."""
-    function = np.fmin if operation == "min" else np.fmax
     return np.copysign(function(np.abs(a), np.abs(b)), np.where(np.signbit(a) ^ np.signbit(b), -1, 1).astype(a.dtype))
 
 
@@ -255,7 +254,7 @@ def pairs(to: str, of: str, relu: bool, *given: Array, cut: bool = False) -> Arr
         near = [v.astype(np.float16) for v in values]
         values = [np.where(abs(n) > abs(v), np.nextafter(n, np.float16(0)), n) for n, v in zip(near, values)]
     if relu:
-        values = [np.where(np.isnan(v), v, np.maximum(v, 0)) for v in values]
+        values = [np.maximum(v, 0) for v in values]  # NaN stays
     return join(to, values)
 
 
@@ -274,10 +273,11 @@ def halves(operation: str, kind: str, relu: bool, propagates: bool, *given: Arra
 
 
 def to_integer(x: Array, dtype: Any, rounding: str) -> Array:
-    """Rounded and limited to the type's range; NaN gives 0."""
+    """Rounded and limited to the type's range. NaN gives 0, with 64 bits on either side the highest bit: 9.7.9.21."""
+    limits, wide = np.iinfo(dtype), 8 in (x.dtype.itemsize, np.dtype(dtype).itemsize)
+    nothing = np.uint64(wide << limits.bits - 1).astype(dtype)
     rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding](np.asarray(x, np.float64))
-    rounded = np.nan_to_num(rounded)
-    limits = np.iinfo(dtype)
     low, high = rounded <= limits.min, rounded >= float(limits.max)
-    wide = np.where(low | high, 0, rounded).astype(dtype)
-    return np.where(low, limits.min, np.where(high, limits.max, wide)).astype(dtype)
+    inside = np.where(low | high | np.isnan(x), 0, rounded).astype(dtype)
+    within = np.where(low, limits.min, np.where(high, limits.max, inside)).astype(dtype)
+    return np.where(np.isnan(x), nothing, within)

@@ -25,7 +25,7 @@ from ..faults import Site
 
 WIDTHS = {"pred": 1, "8": 16, "16": 16, "32": 32, "64": 64}  # of a type's digits; no register has 8 bits
 # a line of lines or of an assembler, a brace, a label, or what ends with a semicolon
-STATEMENT = re.compile(r"\s*(\.(?:loc|pragma|section)\s[^\n]*|[{}]|[$%\w]+:(?!:)|[^;]+);?")
+STATEMENT = re.compile(r"\s*(\.(?:loc|section)\s[^\n]*|[{}]|[$%\w]+:(?!:)|[^;]+);?")
 LOC = (".loc ", ".loc\t")
 LOCAL, CONSTANTS = 1 << 56, 1 << 57  # generic addresses from here on
 
@@ -156,13 +156,14 @@ def parse(text: str, shared: int = 0) -> Listing:
     for key, table in tables.items():
         if key.startswith("assert"):  # a string, which no load reads
             continue
+        constants += bytes(-len(constants) % 16)
         reader.names[key] = Imm(str(CONSTANTS + len(constants)))
-        constants += table + bytes(-len(table) % 32)
+        constants += table
     for statement in STATEMENT.findall(body):
         reader.read(statement.strip())
     reader.finish({key: table.decode(errors="replace").rstrip("\0") for key, table in tables.items()})
-    read, (shared, local) = (reader.instructions, reader.labels, reader.counts), reader.sizes.values()
-    return Listing(name, parameters, int(threads[1]), *read, shared, local, constants)
+    found, size = (reader.instructions, reader.labels, reader.counts), reader.sizes
+    return Listing(name, parameters, int(threads[1]), *found, size["shared"], size["local"], constants)
 
 
 def _enclosed(text: str) -> str:

@@ -136,8 +136,8 @@ class Lanes:
 
     def _arrive(self, group: Group, end: Instruction) -> None:
         """At a barrier, whose number and threads registers may hold. bar.arrive does not wait."""
-        if end.guard is not None or end.has("red"):
-            raise end.unsupported("guarded, or a reduction")
+        if end.guard is not None or end.has("red", "cluster"):
+            raise end.unsupported("guarded, a reduction, or of a cluster")
         group.at += 1
         values = [int(x.text, 0) if isinstance(x, Imm) else self._uniform(end, x) for x in end.args]
         number, expected = values[0], values[1] if len(values) > 1 else self.program.threads
@@ -259,7 +259,8 @@ class Lanes:
         """Each memory as rows of words. Local memory: of all lanes, one after another, each padded to WIDEST bytes."""
         listing = self.program.kernel.listing
         local = np.full(self.count * (-(-listing.local // WIDEST) * WIDEST // 8), POISON).view(np.uint8)
-        held = {SHARED: self.shared, LOCALLY: local, CONSTANT: np.frombuffer(listing.constants, np.uint8)}
+        constants = np.frombuffer(listing.constants + bytes(-len(listing.constants) % WIDEST), np.uint8)
+        held = {SHARED: self.shared, LOCALLY: local, CONSTANT: constants}
         return {memory: rows_of_words(each) for memory, each in held.items()}
 
     def _rows_at(self, memory: str, at: Array, nbytes: int, mask: Any, site: Site) -> Array:
@@ -415,7 +416,7 @@ class Lanes:
         value, active = self.warps(value), self.warps(mask)
         made = np.zeros(len(value), value.dtype)
         for warp in np.flatnonzero(active.any(1)):
-            made[warp] = REDUCTIONS[operation].reduce(value[warp, active[warp]])
+            made[warp] = REDUCTIONS[operation].reduce(value[warp, active[warp]], dtype=value.dtype)
         return np.repeat(made, 32)
 
     def match(self, kind: str, value: Any, mask: Any) -> tuple[Array, Array]:
@@ -558,7 +559,7 @@ class Program:
     # -- what lanes share --------------------------------------------------------------------------------------------
 
     def rows_at(self, at: Array, nbytes: int, site: Site, memory: str = SHARED, what: str = "access") -> Array:
-        """Numbers of the rows of nbytes bytes at addresses of shared memory, or of a lane's local memory."""
+        """Numbers of the rows of nbytes bytes at addresses of a memory, where local memory is one lane's."""
         listing = self.kernel.listing
         size = {SHARED: listing.shared, LOCALLY: listing.local, CONSTANT: len(listing.constants)}[memory]
         bits = int(np.bitwise_or.reduce(at, None))

@@ -294,5 +294,4 @@ def operand_places(descriptor: int, rows: int, itemsize: int, transposed: bool) 
             at = unit * stride + c % 8 * 16 + c // 8 * leading + inside
         else:
             at = unit % units * 16 + unit // units * leading + c % 8 * width + c // 8 * stride + inside
-    found: Array = swizzled(start + at, mask)
-    return found
+    return swizzled(start + at, mask)

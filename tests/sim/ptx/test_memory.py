@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,57 @@ def test_bad_accesses(body: str, rule: str) -> None:
     with pytest.raises(SimulationFault) as caught:
         run_text(f".loc 1 7 1\n{body}", torch.zeros(64, dtype=torch.int32), shared=64)
     assert caught.value.fault.rule == rule and caught.value.fault.accesses[0].site.line == 7
+
+
+@dataclass(frozen=True)
+class WithTables(Text):
+    """Before it the module's constants stand."""
+
+    tables: str = ""
+
+    @property
+    def ptx(self) -> str:
+        return self.tables + super().ptx
+
+
+def test_a_read_behind_a_table_of_constants_is_out_of_bounds() -> None:
+    """Each begins at a multiple of 16 bytes, and ends where it ends."""
+    tables = "".join(f".global .align 4 .b8 table_{n}[{4 * n}] = {{{n}, 0, 0, {n}}};\n" for n in (1, 5))
+    for at, want in (("table_1", 0x01000001), ("table_5+0", 0x05000005), ("table_5+16", 0), ("table_5+20", None)):
+        out = torch.zeros(1, dtype=torch.int32)
+        text = WithTables(f"ld.global.b32 %r1, [{at}]; st.global.b32 [%rd0], %r1;", 1, tables=tables)
+        if want is None:
+            with pytest.raises(SimulationFault, match="constant memory ends at 36"):
+                run_all([[Launch(text, 1, dict(out=out))]])
+        else:
+            run_all([[Launch(text, 1, dict(out=out))]])
+            assert out.item() == want, at
+
+
+@pytest.mark.parametrize("t, one", [("f16", 0x3C00), ("bf16", 0x3F80)])
+def test_an_atomic_of_16_bits_leaves_a_nan_out(t: str, one: int) -> None:
+    """As min and max do without .NaN, 9.7.4.8; packed or not."""
+    for old, given in ((one, 0x7FFF), (0x7FFF, one)):
+        single, pair = torch.tensor([old], dtype=torch.int16), torch.tensor([old * 0x10001], dtype=torch.int32)
+        body = f"""setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.b16 %rs1, {given}; mov.b32 %r1, {given * 0x10001};
+            atom.global.min.noftz.{t} %rs2, [%rd0], %rs1; atom.global.min.noftz.{t}x2 %r2, [%rd1], %r1;"""
+        run_text(body, single, pair)
+        assert (single.item(), pair.item()) == (one, one * 0x10001)
+
+
+def test_a_race_has_the_same_name_wherever_tensors_lie() -> None:
+    """One store of another rank meets two stores, to x and to y: the first lane's comes first."""
+    pool, names = torch.zeros(96, dtype=torch.int32), set()
+    to = "mul.wide.u32 %rd5, %r0, 4; add.s64 %rd6, %rd0, %rd5; add.s64 %rd7, %rd1, %rd5;"
+    two = Text(f".loc 1 10 1\n{to} st.global.b32 [%rd6], 1;\n.loc 1 11 1\nst.global.b32 [%rd7], 1;", 2)
+    half = "setp.lt.u32 %p1, %r0, 16; selp.b64 %rd8, %rd6, %rd7, %p1; st.global.b32 [%rd8], 2;"
+    for x, y in ((pool[:32], pool[64:]), (pool[64:], pool[:32])):
+        both = [Launch(text, 1, dict(x=x, y=y)) for text in (two, Text(f".loc 1 20 1\n{to} {half}", 2))]
+        for seed in range(4):
+            with pytest.raises(SimulationFault) as caught:
+                run_all([[both[0]], [both[1]]], [Memory("x", (x, x)), Memory("y", (y, y))], seed)
+            names.add((seed, caught.value.fault.name))
+    assert len(names) == 4
 
 
 def test_variables_in_shared_memory_have_places_of_their_own() -> None:

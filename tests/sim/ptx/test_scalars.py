@@ -295,6 +295,10 @@ FLOATS: list[tuple[str, Definition]] = [  # a, b, c: fp32 -> bits; NaN of any ki
     ("max.NaN.f32 %r4, %r1, %r2", lambda a, b, c: bits_of(np.maximum(F32(a), F32(b)))),
     ("min.xorsign.abs.f32 %r4, %r1, %r2", lambda a, b, c: by_size(min, a, b)),
     ("max.xorsign.abs.f32 %r4, %r1, %r2", lambda a, b, c: by_size(max, a, b)),
+    (
+        "min.NaN.xorsign.abs.f32 %r4, %r1, %r2",
+        lambda a, b, c: bits_of(math.nan) if math.isnan(a) or math.isnan(b) else by_size(min, a, b),
+    ),
     ("fma.rn.sat.f32 %r4, %r1, %r2, %r3", lambda a, b, c: within_one(a * b + c)),
     ("cvt.sat.f32.f32 %r4, %r1", lambda a, b, c: within_one(a)),
     ("cvt.rz.f16x2.f32 %r4, %r1, %r2", lambda a, b, c: cut_half(a) << 16 | cut_half(b)),
@@ -404,6 +408,20 @@ def test_integers_become_bf16_in_one_rounding(how: str, given: int, want: int) -
     assert out.item() == want
 
 
+@pytest.mark.parametrize(
+    "to, of, want",
+    [("s32", "f32", 0), ("u64", "f32", 1 << 63), ("s64", "f16", -1 << 63), ("s32", "f64", -1 << 31), ("u16", "f16", 0)],
+)
+def test_nan_becomes_an_integer(to: str, of: str, want: int) -> None:
+    """9.7.9.21: 0; the highest bit where the source is of f64, or the integer of 64 bits."""
+    d = {"16": "%rs2", "32": "%r2", "64": "%rd5"}
+    x, out = torch.tensor([math.nan], dtype=getattr(torch, f"float{of[1:]}")), torch.zeros(1, dtype=torch.int64)
+    source = {"16": "%rs1", "32": "%r1", "64": "%rd4"}[of[1:]]
+    body = f"ld.global.b{of[1:]} {source}, [%rd0]; cvt.rzi.{to}.{of} {d[to[1:]]}, {source};"
+    run_text(f"{body} st.global.b{to[1:]} [%rd1], {d[to[1:]]};", x, out)
+    assert out.item() & ((1 << int(to[1:])) - 1) == want & ((1 << int(to[1:])) - 1)
+
+
 @pytest.mark.parametrize("kind, dtype", [("e4m3x2", torch.float8_e4m3fn), ("e5m2x2", torch.float8_e5m2)])
 def test_fp8_is_torchs(kind: str, dtype: torch.dtype) -> None:
     """All 256 words to fp16 and back; and fp32 to fp8, limited to the largest number (9.7.9.22, satfinite)."""
@@ -458,3 +476,30 @@ def test_an_unknown_opcode_is_named_with_its_line() -> None:
     body = ".loc 1 42 3\n frobnicate.b32 %r1, %r0;"
     with pytest.raises(UnsupportedPtx, match=r"(?s)frobnicate\.b32.*kernel\.py:42"):
         run_text(body, torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mov.b32 %r300, 7",
+        "mov.b32 %foo, 7",
+        "ld.global.b32 %foo, [%rd0]",
+        "min.xorsign.abs.bf16x2 %r1, %r2, %r3",
+        "setp.lt.f16x2 %p1|%p2, %r1, %r2",
+        "cvt.rn.satfinite.f16.f32 %rs1, %r1",
+        "cvt.rn.satfinite.f16x2.f32 %r1, %r2, %r3",
+        "cvt.rna.relu.tf32.f32 %r1, %r2",
+        "barrier.cluster.arrive",
+        "barrier.cluster.wait",
+    ],
+)
+def test_what_is_not_modelled_is_refused(text: str) -> None:
+    """Registers that are not declared, forms whose meaning would be another."""
+    with pytest.raises(UnsupportedPtx, match=text.split(" ")[0].split(".")[0]):
+        run_text(text + ";", torch.zeros(1))
+
+
+def test_an_instruction_behind_a_pragma_runs() -> None:
+    out = torch.zeros(1, dtype=torch.int32)
+    run_text('.pragma "nounroll"; mov.b32 %r1, 7; st.global.b32 [%rd0], %r1;', out)
+    assert out.item() == 7

@@ -54,6 +54,14 @@ def test_votes_and_reductions() -> None:
         assert out[5, own].tolist() == [1] + [0] * 31
 
 
+def test_a_sum_of_a_warp_is_cut_to_32_bits() -> None:
+    """9.7.13.11."""
+    out = torch.zeros(32, dtype=torch.int32)
+    body = f"add.s32 %r1, %r0, 0x40000000; redux.sync.add.s32 %r2, %r1, -1; {AT.format(0)} st.global.b32 [%rd8], %r2;"
+    run_text(body, out)
+    assert set(out.tolist()) == {sum(range(32))}  # and 2**35
+
+
 @pytest.mark.parametrize("half", [False, True])
 def test_match(half: bool) -> None:
     """9.7.13.10: of the lanes that take part, all or the even ones, those that hold the same; all of them or none."""
