@@ -40,8 +40,7 @@ class Strategy:
 
 class RoundRobin(Strategy):
     def pick(self, runnable: Sequence[Runnable], current: Runnable | None) -> int:
-        last = -1 if current is None else current.order
-        return next((i for i, each in enumerate(runnable) if each.order > last), 0)
+        return next((i for i, each in enumerate(runnable) if current is None or each.order > current.order), 0)
 
 
 class RunToBlock(Strategy):

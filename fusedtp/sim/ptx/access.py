@@ -135,8 +135,7 @@ def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dty
         return lambda n, old: halves(operation, t, False, False, old, a[n]), dtype
     if operation == "cas":
         return lambda n, old: swap[0][n] if old == a[n] else None, dtype
-    function = FUNCTIONS[operation]
-    return lambda n, old: function(old, a[n]), dtype
+    return lambda n, old: FUNCTIONS[operation](old, a[n]), dtype
 
 
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {

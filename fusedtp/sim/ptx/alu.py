@@ -199,8 +199,7 @@ def number(text: str, t: str) -> Any:
         return np.bool_(int(text, 0))
     if dtype.kind == "f" and not text.lower().startswith("0x"):
         return dtype.type(float(text))
-    value = int(text.rstrip("U"), 0) % (1 << 8 * dtype.itemsize)
-    return np.array(value, f"u{dtype.itemsize}").view(dtype)[()]
+    return np.array(int(text.rstrip("U"), 0) % (1 << 8 * dtype.itemsize), f"u{dtype.itemsize}").view(dtype)[()]
 
 
 # -- arithmetic: 9.7.1, 9.7.3 ------------------------------------------------------------------------------------------
@@ -219,8 +218,7 @@ def _arithmetic(e: Emitter, i: Instruction) -> list[str] | None:
     if (i.has("sat") and (r, t) != ("fma", "f32")) or (i.has("xorsign") and t in HALVES):
         return None
     if r != "div" and (t in HALVES or (r, t) == ("fma", "f16")):
-        how = f"{r!r}, {t!r}, {i.has('relu')}, {i.has('NaN')}"
-        return e.put(d, t, f"halves({how}, {e.reads(given, t)})")
+        return e.put(d, t, f"halves({r!r}, {t!r}, {i.has('relu')}, {i.has('NaN')}, {e.reads(given, t)})")
     if i.has("wide"):
         product = " * ".join(_widened(e, x, t) for x in given[:2])
         return e.put(d, WIDE[t], " + ".join([product, *(e.read(x, WIDE[t]) for x in given[2:])]))

@@ -44,8 +44,7 @@ def _copy(e: Emitter, i: Instruction) -> list[str] | None:
     if i.has("commit_group"):
         return [f"S.copies.commit({e.mask})"]
     if i.has("wait_group", "wait_all"):
-        left = ALL if i.has("wait_all") else _count(i.args[0])
-        return [f"S.copies.wait(S, {left}, {e.mask})"]
+        return [f"S.copies.wait(S, {ALL if i.has('wait_all') else _count(i.args[0])}, {e.mask})"]
     if not i.has("ca", "cg") or i.has("mbarrier"):
         return None
     to, of, size, *rest = i.args
@@ -212,8 +211,7 @@ def _bulk(e: Emitter, i: Instruction) -> list[str] | None:
     coordinates = ", ".join(e.read(x, "s32") for x in tensor.coordinates)
     given = f"{e.read(tensor.base, 'u64')}, {e.address(shared)}, [{coordinates}]"
     if loads:
-        barrier = e.address(i.args[2])
-        return [f"S.bulk.load(S, {given}, {barrier}, {e.mask}, {e.const(i.site)})"]
+        return [f"S.bulk.load(S, {given}, {e.address(i.args[2])}, {e.mask}, {e.const(i.site)})"]
     reduces = i.among(REDUCTIONS)
     if i.has("reduce") and not reduces:
         return None

@@ -29,6 +29,8 @@ from .program import Program
 
 # Polls in vain before a program sleeps; and once all sleep: enough for this library's to look at the clock
 PATIENCE, LAST_PATIENCE = 3, 2000
+# In each fifth schedule the programs of one rank poll so often instead: bounded polls run out
+LONG_PATIENCE = 300
 # changes of other words that wake a sleeper all the same: it may work, and only look at a flag
 RESTLESS = 256
 MOST_TURNS = 500_000
@@ -38,11 +40,11 @@ HOST = Site("host", 0, "host", 0)
 class Actor:
     """A program, or a copy, signal or wait of a stream."""
 
-    def __init__(self, stream: Stream, slot: int, order: int, does: Program | HostWork) -> None:
+    def __init__(self, stream: Stream, slot: int, order: int, does: Program | HostWork, patience: int) -> None:
         self.stream, self.slot, self.order, self.does, self.window = stream, slot, order, does, does.window
         self.rank = stream.rank
         self.asleep_since = -1  # line.changes when it fell asleep
-        self.patience = PATIENCE
+        self.patience = self.least = patience
 
 
 class Stream:
@@ -130,6 +132,7 @@ class Machine:
         self.line = Line(memory_map(run, held), self.rng, weak, trace, waived, by_tma)
         self.strategy = strategy(self.rng, len(run.work))
         self.resident, self.lockstep = resident, not fine
+        self.patient = seed // 5 % len(run.work) if seed % 5 == 3 else -1  # rank
         self.limits = [self._drawn_limit() for _ in run.work]
         self.streams: list[Stream] = []
         slots = 0
@@ -169,7 +172,7 @@ class Machine:
         if actor.asleep_since >= 0:
             changes = self.line.changes - actor.asleep_since
             if actor.window.woken or changes >= (RESTLESS if actor.window.watched else 1):
-                self._wake(actor, PATIENCE)
+                self._wake(actor, actor.least)
         return actor.asleep_since < 0
 
     def _wake(self, actor: Actor, patience: int) -> None:
@@ -242,8 +245,9 @@ class Machine:
             name, words = type(work).__name__.lower(), ("copy reads", "copy writes")
             does = HostWork(work, self._window(stream, name, 0, 1, words))
         for actor in self.live:
-            actor.patience = PATIENCE  # who waits does not keep its turn from one that starts
-        self.live.append(Actor(stream, stream.first_slot + number, self.started, does))
+            actor.patience = actor.least  # who waits does not keep its turn from one that starts
+        patience = LONG_PATIENCE if stream.rank == self.patient else PATIENCE
+        self.live.append(Actor(stream, stream.first_slot + number, self.started, does, patience))
         self._note("start", self.live[-1])
         self.started += 1
         stream.alive += 1

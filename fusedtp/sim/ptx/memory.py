@@ -14,7 +14,8 @@ One model holds, that of PTX (ISA 8.8, section 8, "Memory Consistency Model"), i
     wide reads        a vector of words is read by aligned units of 8 bytes, each by itself: the rest tears
 
 Note [Allowed and not shown]. A read does not return what is written later in the schedule, so no load buffering; a
-write does not slip under another in the coherence order of a word (2+2W); of a word's past, 16 writes are kept.
+write does not slip under another in the coherence order of a word (2+2W); of a word's past, 16 writes are kept, and of
+what all threads store there by one instruction, as they do what is scalar, the first and the last.
 
 Note [Heartbeats]. What its polls see tells a program that waits from one that works. News are words that it has not
 read before, and those of its last few polls that others have changed since. Who stores works. An atomic of its own that
@@ -226,6 +227,7 @@ class Line:
         for other in self.overlapping(place, nb):
             last = other.writes[-1]
             word.operations.update(other.operations)
+            word.users |= other.users
             carry(word.writes[0].carried, last.carried)
             word.writes[0] = word.writes[0]._replace(number=last.number)
             del self.words[other.place]
@@ -273,6 +275,7 @@ class Window:
     ) -> None:  # fmt: skip
         self.line, self.where, self.words = line, where, words
         self.known = Known(line.space, slot, Source(where[0], number, "cta"), start)
+        self.begun = 0  # line.sequence when its last strong access began
         self.by_warp = False  # whether its warps run one at a time
         self.seen: dict[int, int] = {}  # unit that it has polled -> the last change that it saw
         self.touched: set[int] = set()  # units polled since there was news, or a store
@@ -467,6 +470,7 @@ class Window:
         self, who: Accessor, places: Words, within: int, width: int, event: Event, reads: bool = True
     ) -> int:
         """A strong access is checked against weak ones. Returns the number of its event. reads: not only writes."""
+        self.begun = self.line.sequence
         for shadow, part, chosen in self._by_tensor(who, places, within):
             cells = shadow.cells(places[chosen], width)
             shadow.strong[cells] = True
@@ -489,6 +493,7 @@ class Window:
             lacks = GENERIC if found.source.reaches(source) else SCOPE
             self._unordered(np.array([word.place]), found.event, event, lacks)
         operation = Operation(self.known.slot.tick, source, place, nb, number)
+        word.users.add(operation[1:4])
         for own in threads.tolist():
             word.operations[self.known.first + own, event.writes] = operation
         return word
@@ -538,6 +543,9 @@ class Window:
         if read is not None:
             carry(carried, read.carried)
         line.sequence += 1
+        before = word.writes[max(len(word.writes) - 2, 0)]
+        if before.number > self.begun and before.value == value == word.writes[-1].value:
+            word.writes.pop()
         word.writes.append(Write(line.sequence, value, carried))
         unit, changes = word.place // UNIT, line.changes
         last = line.changed.get(unit, 0)

@@ -22,8 +22,7 @@ def mul_hi(a: Array, b: Array) -> Array:
     """The upper half of a product, exact for up to 64 bits."""
     dtype = np.result_type(a, b)
     wide = np.dtype(object if dtype.itemsize == 8 else f"{dtype.kind}8")
-    product = np.multiply(a, b, dtype=wide)
-    return np.asarray(product >> np.array(8 * dtype.itemsize, wide)).astype(dtype)
+    return np.asarray(np.multiply(a, b, dtype=wide) >> np.array(8 * dtype.itemsize, wide)).astype(dtype)
 
 
 def div_towards_zero(a: Array, b: Array) -> Array:
@@ -62,8 +61,7 @@ def bit_field(a: Array, position: Array, length: Array) -> Array:
     """bfe: bits past the end of the word, or of the field, repeat its sign; that of an unsigned field is 0."""
     wide = a.astype(np.int64 if a.dtype.kind == "i" else np.uint64)
     above = 64 - np.minimum(length & 0xFF, 64)
-    moved = shift(True, shift(False, wide, position & 0xFF), above)
-    return shift(False, moved, above).astype(a.dtype)
+    return shift(False, shift(True, shift(False, wide, position & 0xFF), above), above).astype(a.dtype)
 
 
 def insert_field(a: Array, b: Array, position: Array, length: Array) -> Array:
@@ -80,8 +78,7 @@ def permute(a: Array, b: Array, selector: Array) -> Array:
     given = np.stack([a, b], -1).view(np.uint8)  # lowest first, as all bytes here
     pick = (selector[..., None] >> np.arange(0, 16, 4).astype(np.uint32)) & np.uint32(15)
     picked = np.take_along_axis(given, pick & np.uint32(7), -1)
-    made = np.where(pick & np.uint32(8), (picked >> np.uint8(7)) * np.uint8(0xFF), picked)
-    return made.view(np.uint32)[..., 0]
+    return np.where(pick & np.uint32(8), (picked >> np.uint8(7)) * np.uint8(0xFF), picked).view(np.uint32)[..., 0]
 
 
 def _bits(a: Array) -> Array:
@@ -185,8 +182,7 @@ def to_tf32(x: Array, rounding: str) -> Array:
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     odd = (bits >> np.uint32(13)) & np.uint32(1)
     added: Any = {"rz": np.uint32(0), "rn": odd + np.uint32(0xFFF)}.get(rounding, np.uint32(0x1000))
-    kept = (bits + added) & np.uint32(0xFFFFE000)
-    return np.where(np.isfinite(x), kept, bits).astype(np.uint32)
+    return np.where(np.isfinite(x), (bits + added) & np.uint32(0xFFFFE000), bits).astype(np.uint32)
 
 
 # places by which the bits go up to be those of an fp16, which is smaller by so much; the largest number, the least NaN
@@ -279,5 +275,4 @@ def to_integer(x: Array, dtype: Any, rounding: str) -> Array:
     rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding](np.asarray(x, np.float64))
     low, high = rounded <= limits.min, rounded >= float(limits.max)
     inside = np.where(low | high | np.isnan(x), 0, rounded).astype(dtype)
-    within = np.where(low, limits.min, np.where(high, limits.max, inside)).astype(dtype)
-    return np.where(np.isnan(x), nothing, within)
+    return np.where(np.isnan(x), nothing, np.where(low, limits.min, np.where(high, limits.max, inside)).astype(dtype))

@@ -204,8 +204,7 @@ class Lanes:
         value = self.program.parameters[name]
         size = np.dtype(dtype).itemsize
         assert isinstance(value, int)
-        bits = (value >> 8 * offset) & ((1 << 8 * size) - 1)
-        return np.array(bits, f"u{size}").view(dtype)[()]
+        return np.array((value >> 8 * offset) & ((1 << 8 * size) - 1), f"u{size}").view(dtype)[()]
 
     def parameter_address(self, name: str) -> int:
         return PARAMETERS + list(self.program.parameters).index(name)
@@ -401,8 +400,7 @@ class Lanes:
         most, least = (lane & segment) | (c & ~segment), lane & segment
         j = {"up": lane - b, "down": lane + b, "bfly": lane ^ b, "idx": least | (b & ~segment)}[kind]
         inside = j >= most if kind == "up" else j <= most
-        j = np.where(inside, j, lane)
-        return value[np.arange(self.count) - lane + j], inside
+        return value[np.arange(self.count) - lane + np.where(inside, j, lane)], inside
 
     def vote(self, kind: str, predicate: Any, mask: Any) -> Array:
         active = self.warps(mask)

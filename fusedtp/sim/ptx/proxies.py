@@ -56,5 +56,4 @@ class GenericWrites:
         stamps = self.stamps[at >> 2]
         stamps = stamps[stamps != 0]
         fences, meetings = stamps >> THREAD_BITS & FENCES, stamps >> (THREAD_BITS + FENCE_BITS)
-        unfenced = (fences == self.fences[(stamps & THREADS) - 1]) & (meetings >= self.covered)
-        return bool(unfenced.any())
+        return bool(((fences == self.fences[(stamps & THREADS) - 1]) & (meetings >= self.covered)).any())

@@ -221,15 +221,17 @@ class Word:
 
     coordinate   of clocks: the newest write that happened before
     operations   (coordinate of a thread, whether it wrote) -> its last
+    users        all (source, place, nb) of operations
     released     coordinate of a thread -> what its last release here carries, also with its later writes (8.8)
     """
 
-    __slots__ = ("coordinate", "nb", "operations", "place", "released", "writes")
+    __slots__ = ("coordinate", "nb", "operations", "place", "released", "users", "writes")
 
     def __init__(self, place: int, nb: int, coordinate: int, value: Any) -> None:
         self.place, self.nb, self.coordinate = place, nb, coordinate
         self.writes = deque([Write(0, value, {})], MOST_WRITES)
         self.operations: dict[tuple[int, bool], Operation] = {}
+        self.users: set[tuple[Source, int, int]] = set()
         self.released: dict[int, Carried] = {}
 
     def at(self, number: int) -> Write:
@@ -241,11 +243,11 @@ class Word:
     ) -> Iterator[Operation]:
         """Strong operations of other threads that an access now races with, an event at a time. source: None if weak"""
         told: set[int] = set()
-        for (by, wrote), operation in self.operations.items():
+        harmless = {u for u in self.users if source is not None and u[1:] == (place, nb) and u[0].reaches(source)}
+        for (by, wrote), operation in self.operations.items() if harmless != self.users else ():
             if not (writes or wrote) or by == known.first + thread or operation.event in told:
                 continue
-            whole = operation.place == place and operation.nb == nb
-            if source is not None and whole and operation.source.reaches(source):
+            if operation[1:4] in harmless:
                 continue
             if operation.place + operation.nb <= place or place + nb <= operation.place:
                 continue

@@ -11,16 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedtp.sim import Launch, Run, Schedule, SimulationFault, Site, run_schedule, symmetric
+from fusedtp.sim import DEFAULT, Launch, Run, Schedule, SimulationFault, Site, run_schedule, symmetric
 from fusedtp.sim.faults import Fault
 from fusedtp.sim.memory import Memory
 from fusedtp.sim.ptx.cause import cause
 from fusedtp.sim.ptx.clocks import Known, Slot, Source, Space
+from fusedtp.sim.ptx.machine import Machine
 from fusedtp.sim.ptx.memory import Line
 from fusedtp.sim.ptx.parse import UnsupportedPtx
 from fusedtp.sim.ptx.shadow import Event, Operation, Word, Write
 from fusedtp.sim.report import report
-from tests.sim.ptx.running import Text, run_all, run_text
+from fusedtp.sim.strategies import STRATEGIES
+from tests.sim.ptx.running import Given, Text, run_all, run_text
 
 every_lane_or_half = pytest.mark.parametrize("half", [False, True], ids=["every lane", "half"])
 ATOMICS = {
@@ -489,6 +491,7 @@ def test_a_sleeper_wakes_when_a_part_of_what_it_polls_changes(at: int, monkeypat
 @pytest.mark.parametrize("times", [*range(3, 12), 3000])
 def test_a_change_between_two_polls_is_not_slept_through(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four words in turn, more than polls before it sleeps."""
+    monkeypatch.setattr("fusedtp.sim.ptx.machine.LONG_PATIENCE", 3)
     monkeypatch.setattr("fusedtp.sim.ptx.machine.RESTLESS", 1 << 30)
     loads = "".join(f"ld.global.relaxed.gpu.b32 %r{4 + n}, [%rd0+{8 * n}]; " for n in range(4))
     waits = f"""$spin: {loads} or.b32 %r4, %r4, %r5; or.b32 %r4, %r4, %r6; or.b32 %r4, %r4, %r7;
@@ -516,6 +519,47 @@ def test_who_waits_for_any_of_many_words_wakes_by_each(words: int, at: int, monk
     for seed in range(4):
         given = (torch.zeros(n, dtype=torch.int32) for n in (2 * words, 8, 32))
         run_text(body, *given, grid=2, seed=seed)
+
+
+@pytest.mark.parametrize("bound", [8, 200])
+def test_polls_that_are_bounded_run_out_in_some_schedules(bound: int) -> None:
+    """And not while the other rank would set the flag only later, in others."""
+    waits = f"""mov.b32 %r4, 0;
+        $spin: ld.global.acquire.sys.b32 %r2, [%rd0]; add.s32 %r4, %r4, 1; setp.ge.s32 %p1, %r4, {bound}; @%p1 bra $out;
+        setp.eq.b32 %p2, %r2, 0; @%p2 bra $spin;
+        $out: st.global.b32 [%rd1], %r2;"""
+    sets = "ld.global.relaxed.sys.b32 %r2, [%rd1]; st.global.release.sys.b32 [%rd0], 1;"
+    seen = set()
+    for seed in range(60):
+        flag, other, out = torch.zeros(3, 1, dtype=torch.int32)
+        work = [
+            [Launch(Text(f"setp.ne.b32 %p1, %r0, 0; @%p1 ret; {sets}", 2), 1, dict(flag=flag, other=other))],
+            [Launch(Text(f"setp.ne.b32 %p1, %r0, 0; @%p1 ret; {waits}", 2), 1, dict(flag=flag, out=out))],
+        ]
+        Machine(Run(work), STRATEGIES[DEFAULT[seed % len(DEFAULT)]], Given(), seed=seed).run()  # type: ignore[arg-type]
+        seen.add(out.item())
+    assert seen == {0, 1}
+
+
+def test_what_every_thread_stores_leaves_older_values_to_be_read() -> None:
+    """Message passing by relaxed stores of scalars, which all threads do: y may be seen before x."""
+    seen = set()
+    for seed in range(60):
+        x, y, out = (
+            torch.zeros(1, dtype=torch.int32),
+            torch.zeros(1, dtype=torch.int32),
+            torch.zeros(2, dtype=torch.int32),
+        )
+        writes = "st.global.relaxed.sys.b32 [%rd0], 1; st.global.relaxed.sys.b32 [%rd1], 1;"
+        reads = """setp.ne.b32 %p1, %r0, 0; @%p1 ret; ld.global.relaxed.sys.b32 %r1, [%rd1];
+            ld.global.relaxed.sys.b32 %r2, [%rd0]; st.global.v2.b32 [%rd2], {%r1, %r2};"""
+        work = [
+            [Launch(Text(writes, 2, 128), 1, dict(x=x, y=y))],
+            [Launch(Text(reads, 3), 1, dict(x=x, y=y, out=out))],
+        ]
+        run_all(work, seed=seed, weak=True)
+        seen.add(tuple(out.tolist()))
+    assert seen == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 def test_programs_that_have_slept_and_ended_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
