@@ -141,7 +141,8 @@ def memory_map(run: Run, more: Iterable[tuple[str, int, Tensor]] = ()) -> Map:
             raise ValueError(f"memory {memory.name!r} has {len(memory.tensors)} tensors, the world {world_size} ranks")
         for rank, tensor in enumerate(memory.tensors):
             found.add_slice(memory.name, rank, tensor, memory.poisoned)
-        found.add_multicast(memory)
+        if "_window" in vars(memory):  # somebody asked for its multicast address
+            found.multicasts.append((memory.multicast, memory.nbytes, memory.pointers.tolist()))
     for name, rank, tensor in more:
         found.add_slice(name, rank, tensor, poisoned=True)
     for rank, of_rank in enumerate(run.work):

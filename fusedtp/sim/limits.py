@@ -42,5 +42,4 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         if left:
-            rest = max(left - (time.monotonic() - begin), 1e-3)
-            signal.setitimer(signal.ITIMER_REAL, rest, AGAIN_SECONDS)
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begin), 1e-3), AGAIN_SECONDS)

@@ -143,11 +143,6 @@ class Map:
                 raise ValueError(f"{both}: one memory is enough")
         others.append(_allocation(name, rank, tensor, poisoned, begin, end))
 
-    def add_multicast(self, memory: Memory) -> None:
-        """Its multicast address, where somebody asked for it."""
-        if "_window" in vars(memory):
-            self.multicasts.append((memory.multicast, memory.nbytes, memory.pointers.tolist()))
-
     def add_arguments(self, name: str, rank: int, value: Any) -> None:
         """Register every tensor in an argument of a kernel, tuples and named tuples included."""
         if isinstance(value, Tensor):

@@ -33,10 +33,8 @@ def report(
     for end in fault.ends:
         value = f", {end.value} there at first" if isinstance(end, Access) and end.value else ""
         lines += ["", f"rank {end.rank}, {end.launch}, program {end.program}: {end.said}{value}", *_source(end.site)]
-    wrong = fault.mismatch
-    lines += ["", f"wanted {wrong.wanted}, seen {wrong.seen}"] if wrong else []
-    rows = relevant(fault)
-    if rows:
+    lines += ["", f"wanted {wrong.wanted}, seen {wrong.seen}"] if (wrong := fault.mismatch) else []
+    if rows := relevant(fault):
         said = f"The shortest interleaving found has {fault.switches} switches between programs; time runs down:"
         lines += ["", said, interleaving(rows, width)]
     if fault.strategy:
@@ -61,8 +59,7 @@ def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -
     size = [] if world_size is None else ["--world-size", str(world_size)]
     words = ["fusedtp", "check", name, *size, "--schedules", "1", "--strategies", fault.strategy]
     words += ["--seed", str(fault.seed), "--resident", resident, "--weak", "yes" if fault.weak else "no"]
-    words += ["--fine"] if fault.fine else []
-    words += ["--target", fault.target, *waivers(fault.waive)]
+    words += [*(["--fine"] if fault.fine else []), "--target", fault.target, *waivers(fault.waive)]
     value = {"all": "None", "varying": "'varying'"}.get(resident, resident)
     target = f"target={fault.target!r}"
     more = target + (f", waive={fault.waive!r}" if fault.waive else "")

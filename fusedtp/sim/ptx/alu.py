@@ -28,6 +28,7 @@ TYPES: dict[str, tuple[str, Any]] = {
     "f32": ("f", np.float32), "bf16x2": ("u", np.uint32), "f16x2": ("u", np.uint32), "b64": ("U", np.uint64),
     "u64": ("U", np.uint64), "s64": ("I", np.int64), "f64": ("F", np.float64), "pred": ("p", np.bool_),
     "b8": ("", np.uint8), "u8": ("", np.uint8), "s8": ("", np.int8),
+    "s16x2": ("u", np.uint32), "u16x2": ("u", np.uint32),
 }  # fmt: skip
 VIEWS = {view: np.dtype(dtype) for view, dtype in TYPES.values() if view}
 BY_WIDTH = {16: "h", 32: "u", 64: "U", 1: "p"}
@@ -219,6 +220,9 @@ def _arithmetic(e: Emitter, i: Instruction) -> list[str] | None:
         return None
     if r != "div" and (t in HALVES or (r, t) == ("fma", "f16")):
         return e.put(d, t, f"halves({r!r}, {t!r}, {i.has('relu')}, {i.has('NaN')}, {e.reads(given, t)})")
+    if t.endswith("16x2"):
+        assert r in ("add", "min", "max") and not i.has("relu")
+        return e.put(d, t, f"of_pairs({r!r}, {t!r}, {e.reads(given, t)})")
     if i.has("wide"):
         product = " * ".join(_widened(e, x, t) for x in given[:2])
         return e.put(d, WIDE[t], " + ".join([product, *(e.read(x, WIDE[t]) for x in given[2:])]))

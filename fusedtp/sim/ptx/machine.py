@@ -29,8 +29,7 @@ from .program import Program
 
 # Polls in vain before a program sleeps; and once all sleep: enough for this library's to look at the clock
 PATIENCE, LAST_PATIENCE = 3, 2000
-# In each fifth schedule the programs of one rank poll so often instead: bounded polls run out
-LONG_PATIENCE = 300
+LONG_PATIENCE = 300  # of one rank's programs, in each fifth schedule: bounded polls run out
 # changes of other words that wake a sleeper all the same: it may work, and only look at a flag
 RESTLESS = 256
 MOST_TURNS = 500_000

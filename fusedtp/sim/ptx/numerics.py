@@ -268,6 +268,12 @@ def halves(operation: str, kind: str, relu: bool, propagates: bool, *given: Arra
     return join(kind, values)
 
 
+def of_pairs(operation: str, kind: str, a: Array, b: Array) -> Array:
+    """add, min or max of the two integers in each word."""
+    a, b = (np.ascontiguousarray(x).view(np.int16 if kind[0] == "s" else np.uint16) for x in np.broadcast_arrays(a, b))
+    return {"add": np.add, "min": np.minimum, "max": np.maximum}[operation](a, b).view(np.uint32)
+
+
 def to_integer(x: Array, dtype: Any, rounding: str) -> Array:
     """Rounded and limited to the type's range. NaN gives 0, with 64 bits on either side the highest bit: 9.7.9.21."""
     limits, wide = np.iinfo(dtype), 8 in (x.dtype.itemsize, np.dtype(dtype).itemsize)

@@ -139,8 +139,7 @@ def matrix_places(at: Array, matrix: int, transposed: bool) -> list[Array]:
     lane = np.arange(len(at))
     g, t, first = (lane & 31) >> 2, lane & 3, lane & ~31
     if not transposed:
-        low = at[first + 8 * matrix + g] + 4 * t
-        return [low, low + 2]
+        return [at[first + 8 * matrix + g] + 4 * t + byte for byte in (0, 2)]
     return [at[first + 8 * matrix + 2 * t + each] + 2 * g for each in (0, 1)]
 
 

@@ -58,6 +58,12 @@ def permuted(a: int, b: int, selector: int) -> int:
     return made
 
 
+def halfwise(made: Callable[[int, int], int], a: int, b: int) -> int:
+    """Of the lower and of the upper 16 bits by themselves."""
+    low, high = made(a & 0xFFFF, b & 0xFFFF), made(a >> 16, b >> 16)
+    return (high & 0xFFFF) << 16 | low & 0xFFFF
+
+
 def rounded(x: float, how: str) -> int:
     if math.isnan(x):
         return 0
@@ -106,6 +112,10 @@ INTEGERS: list[tuple[str, Definition]] = [  # d, a, b, c: 32 bits, unsigned; the
     ("clz.b32 d, a", lambda a, b, c: 32 - a.bit_length()),
     ("brev.b32 d, a", lambda a, b, c: int(f"{a:032b}"[::-1], 2)),
     ("selp.b32 d, a, b, p", lambda a, b, c: a if signed(c) < 0 else b),  # p: c < 0
+    ("add.s16x2 d, a, b", lambda a, b, c: halfwise(lambda x, y: x + y, a, b)),
+    ("add.u16x2 d, a, 0x30001", lambda a, b, c: halfwise(lambda x, y: x + y, a, 0x30001)),
+    ("min.s16x2 d, a, b", lambda a, b, c: halfwise(lambda x, y: min(signed(x, 16), signed(y, 16)), a, b)),
+    ("max.u16x2 d, a, b", lambda a, b, c: halfwise(max, a, b)),
     ("cvt.s32.s8 d, a", lambda a, b, c: signed(a, 8)),
     ("cvt.u32.u16 d, a", lambda a, b, c: a & 0xFFFF),
     ("cvt.sat.u8.s32 d, a", lambda a, b, c: max(0, min(255, signed(a)))),
@@ -486,6 +496,7 @@ def test_an_unknown_opcode_is_named_with_its_line() -> None:
         "ld.global.b32 %foo, [%rd0]",
         "min.xorsign.abs.bf16x2 %r1, %r2, %r3",
         "setp.lt.f16x2 %p1|%p2, %r1, %r2",
+        "max.relu.s16x2 %r1, %r2, %r3",
         "cvt.rn.satfinite.f16.f32 %rs1, %r1",
         "cvt.rn.satfinite.f16x2.f32 %r1, %r2, %r3",
         "cvt.rna.relu.tf32.f32 %r1, %r2",
