@@ -247,20 +247,13 @@ def _result_at(total: int, n: int, world_size: int, dtype: torch.dtype) -> int:
 
 
 def prepare_one_shot(
-    view: Any,
-    world_size: int,
-    x: Tensor,
-    weight: Tensor,
-    config: Config | None,
-    machine: Machine,
-    dtype: torch.dtype | None = None,
+    view: Any, world_size: int, x: Tensor, weight: Tensor, config: Config | None, machine: Machine
 ) -> Launch:
     """The one-shot launch without its pointers, for operands of these shapes, strides and alignments.
 
     x        [T, K]     any strides; K is this rank's own
     weight   [N, K]     any strides
     config   None: the tuned one, or the default
-    dtype    of y and of what travels, where it is not that of x
     """
     from fusedtp.kernels.matmul_all_reduce import one_shot_kernel
 
@@ -287,7 +280,7 @@ def prepare_two_shot(
     machine: Machine,
     dtype: torch.dtype | None = None,
 ) -> Launch:
-    """The two-shot launch, likewise."""
+    """The two-shot launch, likewise. dtype: of y and of what travels, where it is not that of x."""
     from fusedtp.kernels.matmul_all_reduce import two_shot_kernel
 
     total, n = x.shape[0], weight.shape[0]

@@ -33,10 +33,11 @@ from .matmul_all_reduce import (
     prepare_two_shot,
 )
 from .matmul_reduce_scatter import pointers
-from .operation import FusedKernel, OnRank, Operation, Plan, Shared, Spec
+from .operation import FusedKernel, OnRank, Operation, Plan, Spec
 from .rows import split
+from .scaled_matmul_reduce_scatter import OPERANDS, local, reference, scale_pointers, scaled
 from .scaled_matmul_reduce_scatter import chunked as reduce_scatter_chunked
-from .scaled_matmul_reduce_scatter import scale_pointers, scaled
+from .scaled_matmul_reduce_scatter import op as reduce_scatter
 from .shards import gather_rows
 
 
@@ -81,18 +82,6 @@ def scaled_matmul_all_reduce(
 # -- engines ---------------------------------------------------------------------------------------------------------
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The formula on one device: what the full x [T, K] and weight mean, value * scale."""
-    return torch.nn.functional.linear(x, weight, bias)
-
-
-def local(
-    plan: Plan, x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
-    """A group of one rank."""
-    return fp8.product(x, x_scale, w, w_scale, bias, dtype)
-
-
 def collective(
     plan: Plan, x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
@@ -129,33 +118,43 @@ def triton(
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [], max(total, *w.shape), fp8.FORMATS)
-            prepare = prepare_one_shot if is_one_shot(total, n, dtype) else prepare_two_shot
-            launch = prepare(view, plan.comm.world_size, x, w, None, machine_for(view, x), dtype)
+            in_one = is_one_shot(total, n, dtype)
+            launch = _prepared(in_one, view, plan.comm.world_size, x, w, None, machine_for(view, x), dtype)
             launch = plan.launches[key] = scaled(launch, x_scale, w_scale)
         y = x.new_empty(total, n, dtype=dtype)
-        given = pointers(launch, plan.peers(view), [x], [w], bias, y)
-        launch.run(view, y.device, None, given | scale_pointers(x_scale, w_scale))
+        args = pointers(launch, plan.peers(view), [x], [w], bias, y)
+        launch.run(view, y.device, None, args | scale_pointers(x_scale, w_scale))
     return y
 
 
+def _prepared(
+    in_one: bool, view: Any, world_size: int, x: Tensor, w: Tensor, config: Any, machine: Any, dtype: torch.dtype
+) -> Launch:  # fmt: skip
+    """The launch in one shot or in two, without its pointers and scales. dtype: of y and of what travels."""
+    if in_one:
+        return prepare_one_shot(view, world_size, x, w, config, machine)
+    return prepare_two_shot(view, world_size, x, w, config, machine, dtype)
+
+
 def _launched(
-    prepare: Any, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], _: bool, __: bool,
+    in_one: bool, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], _: bool, __: bool,
     dtype: torch.dtype | None,
 ) -> tuple[Launch, dict[str, Tensor]]:  # fmt: skip
     x, x_scale, (w,), (w_scale,), dtype = fp8.of_check(x, weights, dtype)
-    launch = scaled(prepare(at.view, at.world_size, x, w, at.config, at.machine, dtype), x_scale, w_scale)
+    launch = _prepared(in_one, at.view, at.world_size, x, w, at.config, at.machine, dtype)
+    launch = scaled(launch, x_scale, w_scale)
     y = x.new_empty(x.shape[0], w.shape[0], dtype=dtype)
     peers = peers_of(at.view, at.rank, at.world_size, at.sig, at.machine.clock)
     given = pointers(launch, peers, [x], [w], biases[0], y)
     return launch.given(given | scale_pointers(x_scale, w_scale)), {"y": y}
 
 
-def _kernel(shots: str, prepare: Any, in_one: bool) -> FusedKernel:
+def _kernel(shots: str, in_one: bool) -> FusedKernel:
     """One of matmul_all_reduce's, with scales."""
     return FusedKernel(
         f"scaled_{shots}_all_reduce",
         f"{shots}_kernel",
-        lambda *given: _launched(prepare, *given),
+        lambda *given: _launched(in_one, *given),
         slot_bytes=lambda rows, shared: all_reduce_slot_bytes(
             rows.total, shared.features, len(rows.sizes), shared.dtype, in_one
         ),
@@ -166,16 +165,16 @@ def _kernel(shots: str, prepare: Any, in_one: bool) -> FusedKernel:
 
 op = Operation(
     "scaled_matmul_all_reduce",
-    "Tensor x, Tensor x_scale, Tensor weight, Tensor w_scale, Tensor? bias, ScalarType dtype",
+    OPERANDS,
     "Tensor",
     fake=lambda spec, x, x_scale, weight, w_scale, bias, dtype: x.new_empty(x.shape[0], weight.shape[0], dtype=dtype),
     reference=reference,
-    shared=lambda x, x_scale, weight, w_scale, bias, dtype: Shared(dtype, weight.shape[0], 1, int(bias is not None)),
+    shared=reduce_scatter.shared,
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
     slot_bytes=dict(
         chunked=lambda rows, shared: rows.total * shared.features * shared.dtype.itemsize,
         triton=lambda rows, shared: all_reduce_slot_bytes(rows.total, shared.features, len(rows.sizes), shared.dtype),
     ),
     choose=fp8.choose,
-    kernels=(_kernel("one_shot", prepare_one_shot, True), _kernel("two_shot", prepare_two_shot, False)),
+    kernels=(_kernel("one_shot", True), _kernel("two_shot", False)),
 )

@@ -34,6 +34,8 @@ from .operation import FusedKernel, OnRank, Operation, Plan, Shared, Spec
 from .rows import Rows, rows_of_full
 from .shards import arrived_partials, partials_of, ring
 
+OPERANDS = "Tensor x, Tensor x_scale, Tensor weight, Tensor w_scale, Tensor? bias, ScalarType dtype"  # of engines
+
 
 def scaled_matmul_reduce_scatter(
     x: Tensor,
@@ -155,7 +157,7 @@ def _launched(
 
 op = Operation(
     "scaled_matmul_reduce_scatter",
-    "Tensor x, Tensor x_scale, Tensor weight, Tensor w_scale, Tensor? bias, ScalarType dtype",
+    OPERANDS,
     "Tensor",
     fake=lambda spec, x, x_scale, weight, w_scale, bias, dtype: x.new_empty(
         spec.batch * spec.sizes[spec.rank], weight.shape[0], dtype=dtype

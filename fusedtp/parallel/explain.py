@@ -147,8 +147,6 @@ def _explained(
     rows = Rows(split(tokens, comm.world_size))
     first, *more = operation.split(", ")
     scaled = operations_of(module).instead_of(first, tokens)
-    if scaled != first and not scaled.startswith("scaled_"):
-        return Layer(name, scaled, "collective", "products in fp8, their sum by a plain all-reduce")
     if scaled != first:
         choice = fp8.choose(scaled, comm, Spec(comm.name, comm.rank, rows.sizes, 1, parallel.engine), rows)
         return Layer(name, ", ".join([scaled, *more]), choice.engine, choice.reason)

@@ -29,7 +29,7 @@ from .program import Program
 
 # Polls in vain before a program sleeps; and once all sleep: enough for this library's to look at the clock
 PATIENCE, LAST_PATIENCE = 3, 2000
-LONG_PATIENCE = 300  # of one rank's programs, in each fifth schedule: bounded polls run out
+LONG_PATIENCE = 300  # polls in vain of one rank's programs, in every fifth schedule: so loops with a bound run out
 # changes of other words that wake a sleeper all the same: it may work, and only look at a flag
 RESTLESS = 256
 MOST_TURNS = 500_000
@@ -131,7 +131,7 @@ class Machine:
         self.line = Line(memory_map(run, held), self.rng, weak, trace, waived, by_tma)
         self.strategy = strategy(self.rng, len(run.work))
         self.resident, self.lockstep = resident, not fine
-        self.patient = seed // 5 % len(run.work) if seed % 5 == 3 else -1  # rank
+        self.patient = seed // 5 % len(run.work) if seed % 5 == 3 else -1  # the rank with LONG_PATIENCE
         self.limits = [self._drawn_limit() for _ in run.work]
         self.streams: list[Stream] = []
         slots = 0

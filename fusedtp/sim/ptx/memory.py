@@ -14,8 +14,8 @@ One model holds, that of PTX (ISA 8.8, section 8, "Memory Consistency Model"), i
     wide reads        a vector of words is read by aligned units of 8 bytes, each by itself: the rest tears
 
 Note [Allowed and not shown]. A read does not return what is written later in the schedule, so no load buffering; a
-write does not slip under another in the coherence order of a word (2+2W); of a word's past, 16 writes are kept, and of
-what all threads store there by one instruction, as they do what is scalar, the first and the last.
+write does not slip under another in the coherence order of a word (2+2W); of a word's past, 16 writes are kept. Of one
+instruction by which all threads write the same value, as inline PTX does with a scalar, the first and the last count.
 
 Note [Heartbeats]. What its polls see tells a program that waits from one that works. News are words that it has not
 read before, and those of its last few polls that others have changed since. Who stores works. An atomic of its own that
@@ -545,7 +545,7 @@ class Window:
         line.sequence += 1
         before = word.writes[max(len(word.writes) - 2, 0)]
         if before.number > self.begun and before.value == value == word.writes[-1].value:
-            word.writes.pop()
+            word.writes.pop()  # copies by one instruction: Note [Allowed and not shown]
         word.writes.append(Write(line.sequence, value, carried))
         unit, changes = word.place // UNIT, line.changes
         last = line.changed.get(unit, 0)

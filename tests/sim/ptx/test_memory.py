@@ -195,7 +195,7 @@ def test_bad_accesses(body: str, rule: str) -> None:
 
 @dataclass(frozen=True)
 class WithTables(Text):
-    """Before it the module's constants stand."""
+    """A kernel behind the module's constants."""
 
     tables: str = ""
 
@@ -523,7 +523,7 @@ def test_who_waits_for_any_of_many_words_wakes_by_each(words: int, at: int, monk
 
 @pytest.mark.parametrize("bound", [8, 200])
 def test_polls_that_are_bounded_run_out_in_some_schedules(bound: int) -> None:
-    """And not while the other rank would set the flag only later, in others."""
+    """In others the flag comes in time."""
     waits = f"""mov.b32 %r4, 0;
         $spin: ld.global.acquire.sys.b32 %r2, [%rd0]; add.s32 %r4, %r4, 1; setp.ge.s32 %p1, %r4, {bound}; @%p1 bra $out;
         setp.eq.b32 %p2, %r2, 0; @%p2 bra $spin;
@@ -545,11 +545,7 @@ def test_what_every_thread_stores_leaves_older_values_to_be_read() -> None:
     """Message passing by relaxed stores of scalars, which all threads do: y may be seen before x."""
     seen = set()
     for seed in range(60):
-        x, y, out = (
-            torch.zeros(1, dtype=torch.int32),
-            torch.zeros(1, dtype=torch.int32),
-            torch.zeros(2, dtype=torch.int32),
-        )
+        x, y, out = (torch.zeros(n, dtype=torch.int32) for n in (1, 1, 2))
         writes = "st.global.relaxed.sys.b32 [%rd0], 1; st.global.relaxed.sys.b32 [%rd1], 1;"
         reads = """setp.ne.b32 %p1, %r0, 0; @%p1 ret; ld.global.relaxed.sys.b32 %r1, [%rd1];
             ld.global.relaxed.sys.b32 %r2, [%rd0]; st.global.v2.b32 [%rd2], {%r1, %r2};"""
