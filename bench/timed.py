@@ -107,7 +107,7 @@ class Problem:
             return without_senders(config, machine) if self.transport == ENGINE else config
         flags, owners = FLAGS_PER_SOURCE, self.world_size
         if self.operation == REDUCE and not is_one_shot(self.tokens, n, self.dtype):
-            flags = FLAGS_PER_SOURCE // 4
+            flags = FLAGS_PER_SOURCE // 2
         elif self.operation == REDUCE:
             owned, owners = self.tokens, 1
         return reduction(machine, self.dtype, owned, n, flags, owners=owners)

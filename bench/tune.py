@@ -110,7 +110,7 @@ class Job:
         if self.kernel == "all_gather":
             senders, chunk = gather_programs(machine)[0], gather_chunk(at["rows"], FLAGS_PER_SOURCE)
             return dict(chunk=chunk, send_programs=senders)
-        flags = FLAGS_PER_SOURCE // (4 if self.kernel == "two_shot" else 1)
+        flags = FLAGS_PER_SOURCE // (2 if self.kernel == "two_shot" else 1)
         if "chunk" in tuned.KERNELS[self.kernel].sets:
             owners = 1 if self.kernel == "one_shot" else self.ranks
             config = reduction(machine, dtype, at["rows"], at["cols"], flags, owners=owners)

@@ -25,15 +25,7 @@ import triton
 import triton.language as tl
 
 from . import signals
-from .matmul_reduce_scatter import (
-    part_of_rows,
-    part_of_tile,
-    partial_tile,
-    reduce_scatter,
-    reduced_tile,
-    sum_turn,
-    sums_at,
-)
+from .matmul_reduce_scatter import part_of_tile, partial_tile, reduce_scatter, reduced_tile, sums_at
 from .tiles import cdiv, grouped, narrow, shard, to_int64
 
 
@@ -147,7 +139,7 @@ def one_shot_kernel(
     signals.leave(peers)
 
 
-@triton.jit(do_not_specialize=["group", "window", "behind", "parts", "height"])
+@triton.jit(do_not_specialize=["group", "window", "behind"])
 def two_shot_kernel(
     peers,
     sizes,  # rows that each rank sums, a tuple, see Note [Odd integers] in signals.py
@@ -164,8 +156,6 @@ def two_shot_kernel(
     group,
     window,
     behind,
-    parts,
-    height,
     result_at,  # bytes from the slot's begin to the sums; before it the partials
     flags,  # of the sums, see reduce_scatter
     BLOCK_M: tl.constexpr,
@@ -199,7 +189,7 @@ def two_shot_kernel(
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
     _own, before = shard(sizes, rank, world)
-    chunks, left = reduce_scatter(
+    chunks = reduce_scatter(
         peers,
         sizes,
         1,
@@ -219,8 +209,8 @@ def two_shot_kernel(
         group,
         window,
         behind,
-        parts,
-        height,
+        1,  # part of a sum: of more, each with its flags, the second half takes longer than the first saves
+        BLOCK_M,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
@@ -237,18 +227,17 @@ def two_shot_kernel(
     num_cols = cdiv(N, BLOCK_N)
     result = sums_at(peers, rank, result_at, y.dtype.element_ty)
     piece = signals.take(peers, signals.PUSH)
-    while piece < (chunks - left + left * parts) * (world - 1):
-        owner = (rank + 1 + piece % (world - 1)) % world
-        chunk, part, part_rows = sum_turn(piece // (world - 1), chunks, left, parts, height, BLOCK_M)
+    while piece < chunks * (world - 1):
+        owner, chunk = (rank + 1 + piece % (world - 1)) % world, piece // (world - 1)
         size, offset = shard(sizes, owner, world)
         num_rows = cdiv(size, BLOCK_M)
         last_tile = tl.minimum((chunk + 1) * group, num_rows * num_cols)
         if chunk * group < last_tile:
-            signals.wait(peers, owner, flags + piece // (world - 1))
+            signals.wait(peers, owner, flags + chunk)
         for tile in range(chunk * group, last_tile):
             row, col = grouped(tile, num_rows, num_cols, GROUP)
-            begin, last = part_of_rows(row, part, part_rows, size, BLOCK_M)
-            for first in range(begin, last, PART_M):
+            last = tl.minimum((row + 1) * BLOCK_M, size)
+            for first in range(row * BLOCK_M, last, PART_M):
                 at, mask, _cols = part_of_tile(first, last, col, N, PART_M, BLOCK_N)
                 at += to_int64(offset) * N
                 tl.store(y + at, tl.load(result + at, mask=mask), mask=mask)

@@ -18,8 +18,8 @@ many chunks as let all programs have one in a round. Rank 1 of 4, time to the ri
 
 So every owner receives all the time, from a different source each time. Who has multiplied a chunk of the own rows sums
 one that was sent `behind` chunks before, and so has arrived. The last round adds none: what is left then is summed in
-parts by all programs (where there are flags for parts), since one alone would read a tile of all sources for half as
-long as it multiplies one.
+parts by all programs, since one alone would read a tile of all sources for half as long as it multiplies one. Sums that
+other ranks wait for (matmul_all_reduce.py) are not cut: each part would need a fence and a flag to every rank.
 
 A program waits for chunk c only after all chunks up to c were taken, for all owners, with nothing unpublished. Of the
 chunks that are waited for anywhere take the lowest: each rank has published it, or a program of it that does not wait
@@ -335,10 +335,10 @@ def reduce_scatter(
     BROADCAST: tl.constexpr,
     scales=None,
 ):
-    """Multiply, send and sum until all tickets are taken. y [R_r, N]. Returns chunks and left, for sum_turn.
+    """Multiply, send and sum until all tickets are taken. y [R_r, N]. Returns the number of chunks.
 
     BROADCAST: the sums also go to all peers, there sums_begin elements beyond result_at bytes from the slot's begin;
-    number i of sum_turn is announced by flag flags + i.
+    number i of sum_turn is announced by flag flags + i, so that of chunk i where parts is 1.
     """
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
@@ -415,7 +415,7 @@ def reduce_scatter(
             )
         ticket = signals.take(peers, signals.TILE)
     publish_stored(peers, stored)
-    return chunks, left
+    return chunks
 
 
 @triton.jit(do_not_specialize=["group", "window", "behind", "parts", "height"])

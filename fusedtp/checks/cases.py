@@ -97,7 +97,7 @@ def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0, machine: Mach
     given = [operands(call, seed + i) for i, call in enumerate(calls)]
 
     def make() -> Run:
-        flags = max(2 * _chunks(call) for call in calls) * w  # enough for sums in parts
+        flags = max(2 * _chunks(call) for call in calls)  # of partials and of sums
         world = SimulatedWorld(w, max(slot_bytes(call) for call in calls), flags, machine, number)
         work: list[list[Work]] = [[] for _ in range(w)]
         outs: list[tuple[Given, list[dict[str, Tensor]]]] = []

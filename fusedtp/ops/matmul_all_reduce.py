@@ -285,14 +285,15 @@ def prepare_two_shot(
 
     total, n = x.shape[0], weight.shape[0]
     each, flags = -(-total // world_size), view.flags_per_source // 2
-    most = max(1, flags // 2)  # chunks, of whose sums some are made in parts
     if config is None:
-        config = reduction(machine, x.dtype, each, n, most, kernel="two_shot", world_size=world_size, owners=world_size)
+        config = reduction(
+            machine, x.dtype, each, n, flags, kernel="two_shot", world_size=world_size, owners=world_size
+        )
         config = local_tiles(config, machine, [x], [weight])
     args = dict(
         sizes=tuple(odd(max(0, min(each, total - r * each))) for r in range(world_size)),
         **matmul_args([x], [weight], config),
-        **window_args(config, each, n, world_size, flags),
+        **window_args(config, each, n, world_size),
         result_at=_result_at(total, n, world_size, dtype or x.dtype),
         flags=flags,
     )

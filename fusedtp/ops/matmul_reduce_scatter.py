@@ -283,6 +283,7 @@ def prepare(
         batch=rows.batch,
         **matmul_args(xs, weights, config, rows.batch),
         **window_args(config, rows.longest, n, world_size),
+        **part_args(config, rows.longest, world_size),
     )
     return Launch(matmul_reduce_scatter_kernel, config.programs, args, config)
 
@@ -322,21 +323,20 @@ def plan_matmul_reduce_scatter(
     return launch.given(pointers(launch, peers, xs, weights, bias, y)), y
 
 
-def window_args(config: Config, owned: int, n: int, world_size: int, flags: int | None = None) -> dict[str, int]:
+def window_args(config: Config, owned: int, n: int, world_size: int) -> dict[str, int]:
     """How the kernel goes about the chunks of each owner, who has up to `owned` rows: so many of each in a round that
-    all programs have one. Sums are BEHIND rounds behind; those left at the end are cut into parts, one a rank.
-
-    flags   that there are for sums, where these are announced: too few for parts, and none are made
-    """
+    all programs have one. Sums are BEHIND rounds behind."""
     chunks = max(1, -(-_tile_count(config, owned, n) // config.chunk))
     rounds = -(-chunks // max(1, config.programs // world_size))
     window = -(-chunks // rounds)
-    left = min((BEHIND + 1) * window, rounds * window)
-    depth = max(1, min(owned, config.block_m))  # rows of a tile
+    return dict(group=config.chunk, window=window, behind=BEHIND * window)
+
+
+def part_args(config: Config, owned: int, world_size: int) -> dict[str, int]:
+    """Into how many parts the sums left at the end are cut, at most one a rank; how many rows of a tile each has."""
+    depth = max(1, min(owned, config.block_m))
     parts = min(world_size, depth)
-    if flags is not None and rounds * window + left * (parts - 1) > flags:
-        parts = 1
-    return dict(group=config.chunk, window=window, behind=BEHIND * window, parts=parts, height=-(-depth // parts))
+    return dict(parts=parts, height=-(-depth // parts))
 
 
 def matmul_args(xs: Sequence[Tensor], weights: Sequence[Tensor], config: Config, batch: int = 1) -> dict[str, Any]:

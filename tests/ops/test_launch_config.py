@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from fusedtp.ops.launch.config import HOST, VECTOR, Config, tiles
 from fusedtp.ops.launch.operands import described, even_columns, even_depth
 from fusedtp.ops.launch.tuned import REGISTERS
 from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
-from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, window_args
+from fusedtp.ops.matmul_reduce_scatter import part_args, plan_matmul_reduce_scatter, window_args
 from fusedtp.ops.moe.combine import part_columns, returning
 from fusedtp.ops.moe.dispatch import pulling
 from fusedtp.ops.rows import Rows
@@ -72,29 +73,28 @@ def test_a_grid_counts_on_one_program_a_multiprocessor(programs):
                 assert launch.programs == programs, launch.kernel
 
 
-@given(
-    st.integers(1, 300),
-    st.integers(1, 300),
-    st.integers(1, 9),
-    st.integers(1, 6),
-    st.integers(1, 40),
-    st.integers(1, 900),
-)
-def test_sums_have_the_flags_that_they_are_announced_by(rows, n, world_size, chunk, programs, flags):
-    """In parts or not; and all programs have a chunk in a round, of which no rank's come to more."""
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 9), st.integers(1, 6), st.integers(1, 40))
+def test_all_programs_have_a_chunk_in_a_round_and_all_ranks_a_part_of_a_last_sum(rows, n, world_size, chunk, programs):
     config = Config(16, 16, 16, chunk=chunk, send_programs=programs, other_programs=0)
-    tile_count = -(-rows // 16) * -(-n // 16)
-    chunks = -(-tile_count // chunk)
-    args = window_args(config, rows, n, world_size, flags)
-    window, parts, height = args["window"], args["parts"], args["height"]
-    assert parts in (1, min(world_size, rows, 16)) and args["group"] == chunk
+    args = window_args(config, rows, n, world_size)
+    assert args["group"] == chunk and args["window"] >= 1 and args["behind"] % args["window"] == 0
+    assert args["window"] * world_size <= max(programs, world_size)
+    parts, height = part_args(config, rows, world_size).values()
+    assert parts == min(world_size, rows, 16)
     assert height * parts >= min(rows, 16) > height * parts - parts  # rows of a tile that there are
-    assert window * world_size <= max(programs, world_size)
-    places = -(-chunks // window) * window  # of the last round some may be empty
-    left = min(args["behind"] + window, places)
-    announced = chunks if parts == 1 else places - left + left * parts
-    assert announced <= max(flags, chunks)
-    assert window_args(config, rows, n, world_size)["parts"] == min(world_size, rows, 16)
+
+
+@given(
+    st.integers(1, 4000), st.integers(1, 4000), st.integers(1, 9), st.integers(2, 900), st.sampled_from(sorted(TARGETS))
+)
+@settings(deadline=None)
+def test_chunks_of_a_two_shot_all_reduce_have_a_flag_each_for_partials_and_for_sums(rows, n, world_size, flags, target):
+    x, weight = (torch.empty(extent, 16, dtype=torch.bfloat16, device="meta") for extent in (rows, n))
+    view = SimpleNamespace(**{**vars(_view(world_size)), "flags_per_source": flags})
+    launch, _y = plan_two_shot(view, 0, world_size, x, weight, None, 12345, None, machine_of(TARGETS[target]))
+    owned, config = -(-rows // world_size), launch.config
+    chunks = -(-(-(-owned // config.block_m) * -(-n // config.block_n)) // config.chunk)
+    assert launch.args["flags"] >= chunks and launch.args["flags"] + chunks <= flags
 
 
 @pytest.mark.parametrize("transposed", [False, True])
