@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fusedtp.checks.dense import SimulatedWorld, launched
 from fusedtp.checks.timeline import html
-from fusedtp.comm.copies import PIECES, parts
+from fusedtp.comm.copies import parts, pieces_of
 from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops import launch
 from fusedtp.ops.all_gather_matmul import (
@@ -76,7 +76,7 @@ class Problem:
     config      None: as the launchers choose
     transport   of a gather: PROGRAMS inside the kernel send, or the ENGINE copies chunk by chunk on its own stream
     order       of the engine's copies: "successor" (rank + 1 first) or "same" (all ranks begin with rank 0)
-    pieces      copies of a shard to one peer
+    pieces      copies of a shard to one peer; None: as many as its size is worth
     written     its flags are written by the stream, as others' kernels have it, and not copied
     """
 
@@ -89,7 +89,7 @@ class Problem:
     config: launch.Config | None = None
     transport: str = PROGRAMS
     order: str = "successor"
-    pieces: int = PIECES
+    pieces: int | None = None
     written: bool = False
 
     @property
@@ -184,7 +184,7 @@ def _copies(p: Problem, world: EmptyWorld, rank: int, x: Tensor, chunk: int) -> 
     parity, epoch = 1, 1  # of the first call
     row = p.k * p.dtype.itemsize
     local, begin = x.view(torch.uint8).view(-1), parity * world.slot_bytes + rows.offset(rank) * row
-    sent = list(parts(rank, w, x.shape[0], chunk, p.pieces))
+    sent = list(parts(rank, w, x.shape[0], chunk, p.pieces or pieces_of(x.nbytes)))
     if p.order == "same":
         sent.sort(key=lambda part: part.peer)
     work: list[Work] = []

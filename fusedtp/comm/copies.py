@@ -40,10 +40,11 @@ from torch import Tensor
 from . import semaphore
 from .streams import SideStream
 
-# Copies of a shard to one peer. Each has a start, and another for its flags, while which the link idles: predicted for
-# 8 H100 and the gate and up projections of Llama 3 8B, 8192 tokens, 349 us in one piece, 358 in two, 383 in four, where
-# programs take 389 and the product alone 334; 2048 tokens, 133, 168, 245, 122 and 97 (not measured over NVLink yet).
-PIECES = 1
+# Each copy of a shard to a peer has a start, and another for its flags, while which the link idles: only a large shard
+# makes up for a second one. Predicted for 8 H100 and the gate and up projections of Llama 3 8B, in one piece, two and
+# four: 8192 tokens (8 MiB) 347, 344, 376 us, where programs take 386 and the product alone 334; 2048 tokens (2 MiB),
+# in one and two, 133 and 168 us (not measured over NVLink yet).
+IN_TWO = 8 << 20  # bytes from which a shard is sent in two pieces
 
 
 class Part(NamedTuple):
@@ -56,7 +57,12 @@ class Part(NamedTuple):
     flags: int
 
 
-def parts(rank: int, world_size: int, num_rows: int, chunk_rows: int, pieces: int = PIECES) -> Iterator[Part]:
+def pieces_of(nbytes: int) -> int:
+    """Copies of a shard of so many bytes to one peer."""
+    return 2 if nbytes >= IN_TWO else 1
+
+
+def parts(rank: int, world_size: int, num_rows: int, chunk_rows: int, pieces: int) -> Iterator[Part]:
     """What `rank` sends, in order: the successor's rows first, in pieces of whole chunks. Flag c is chunk c's."""
     chunks = -(-num_rows // chunk_rows)
     each = max(1, -(-chunks // pieces))
@@ -99,7 +105,7 @@ class Sending:
         num_rows, self.row = x.shape[0], x.shape[1] * x.element_size()
         self.copies, self.begin = copies, begin
         self.bytes = x.detach().reshape(-1).view(torch.uint8)
-        self.parts = tuple(parts(copies.rank, len(copies.slots), num_rows, chunk_rows))
+        self.parts = tuple(parts(copies.rank, len(copies.slots), num_rows, chunk_rows, pieces_of(x.nbytes)))
         most = max((part.flags for part in self.parts), default=1)
         self.words = copies.epoch[:1].repeat(most)  # now: a kernel of torch's may have to be loaded
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fusedtp
 from fusedtp.comm import communicator
-from fusedtp.comm.copies import parts
+from fusedtp.comm.copies import Copies, parts
 from fusedtp.ops.engines import BY_COPY
 from fusedtp.ops.operation import OPERATIONS, Spec
 from fusedtp.ops.rows import Rows
@@ -70,3 +70,11 @@ def test_parts_are_every_row_once_a_peer_with_the_flags_of_its_chunks(w, rank, n
         for part in mine:
             assert part.first == part.flag * chunk
             assert part.last == min((part.flag + part.flags) * chunk, num_rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 65, 128, 300])
+def test_large_shards_go_in_two_pieces(num_rows, monkeypatch):
+    monkeypatch.setattr("fusedtp.comm.copies.IN_TWO", 128 * 16)
+    copies = Copies(0, [torch.empty(0)] * 4, [], torch.zeros(4, dtype=torch.int32), None)
+    sent = copies.of(torch.empty(num_rows, 4), 0, chunk_rows=64)
+    assert len(sent.parts) == 3 * (2 if num_rows >= 128 else 1)
