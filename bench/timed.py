@@ -43,10 +43,18 @@ from fusedtp.ops.launch.config import tiles
 from fusedtp.ops.matmul_all_reduce import (
     all_reduce_slot_bytes,
     is_one_shot,
+    plan_few_rows,
     plan_one_shot,
     plan_two_shot,
 )
-from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, reduction, scatter_slot_bytes
+from fusedtp.ops.matmul_reduce_scatter import (
+    are_few,
+    few_rows_config,
+    plan_few_rows_reduce_scatter,
+    plan_matmul_reduce_scatter,
+    reduction,
+    scatter_slot_bytes,
+)
 from fusedtp.ops.rows import Rows, split
 from fusedtp.sim.case import Copy, Launch, Run, Signal, Work
 from fusedtp.sim.faults import SimulationFault, UnsupportedKernel
@@ -96,6 +104,12 @@ class Problem:
     def rows(self) -> Rows:
         return Rows(split(self.tokens, self.world_size))
 
+    @property
+    def few(self) -> bool:
+        """Whether a reduction multiplies the rows of all ranks together."""
+        one = self.operation == REDUCE and is_one_shot(self.tokens, self.widths[0], self.dtype)
+        return not one and are_few(self.rows, self.widths[0], self.dtype)
+
     def chosen(self, node: Node) -> launch.Config:
         """The configuration that a launch on this node takes."""
         if self.config is not None:
@@ -105,6 +119,9 @@ class Problem:
             shape = tiles(machine, self.dtype, self.tokens, sum(self.widths))
             config = with_senders(shape, machine, self.rows, FLAGS_PER_SOURCE)
             return without_senders(config, machine) if self.transport == ENGINE else config
+        if self.few:
+            flags = FLAGS_PER_SOURCE // (2 if self.operation == REDUCE else 1)
+            return few_rows_config(machine, self.dtype, self.tokens, n, flags)
         flags, owners = FLAGS_PER_SOURCE, self.world_size
         if self.operation == REDUCE and not is_one_shot(self.tokens, n, self.dtype):
             flags = FLAGS_PER_SOURCE // 2
@@ -164,12 +181,11 @@ def fused_run(problem: Problem, node: Node) -> Run:
                 view, rank, w, x, weights, [None] * len(weights), rows, SIGNATURE, False, config, machine
             )
         elif p.operation == SCATTER:
-            planned, _ = plan_matmul_reduce_scatter(
-                view, rank, w, [x], weights[:1], None, rows, SIGNATURE, config, machine
-            )
+            plan = plan_few_rows_reduce_scatter if p.few else plan_matmul_reduce_scatter
+            planned, _ = plan(view, rank, w, [x], weights[:1], None, rows, SIGNATURE, config, machine)
         else:
             one = is_one_shot(p.tokens, n, p.dtype)
-            plan = plan_one_shot if one else plan_two_shot
+            plan = plan_one_shot if one else plan_few_rows if p.few else plan_two_shot
             planned, _ = plan(view, rank, w, x, weights[0], None, SIGNATURE, config, machine)
         mine: list[Work] = [launched(planned)]
         if p.transport == ENGINE:
@@ -508,7 +524,7 @@ def at_rate(node: Node, problem: Problem, product: float) -> Node:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-SIZES = ("llama3-8b", "llama3-70b"), (16, 512, 4096, 8192, 16384)
+SIZES = ("llama3-8b", "llama3-70b"), (16, 128, 512, 4096, 8192, 16384)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

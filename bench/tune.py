@@ -37,7 +37,13 @@ from fusedtp.ops.launch.config import (
 )
 from fusedtp.ops.launch.operands import local_config
 from fusedtp.ops.matmul_all_reduce import is_one_shot, plan_one_shot, plan_two_shot
-from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, reduction
+from fusedtp.ops.matmul_reduce_scatter import (
+    are_few,
+    few_rows_config,
+    plan_few_rows_reduce_scatter,
+    plan_matmul_reduce_scatter,
+    reduction,
+)
 from fusedtp.ops.rows import Rows, split
 
 from . import options, tables
@@ -82,6 +88,7 @@ class Job:
             "matmul_reduce_scatter": dict(rows=each, cols=self.n),
             "one_shot": dict(rows=self.rows, cols=self.n),
             "two_shot": dict(rows=each, cols=self.n),
+            "few_rows": dict(rows=self.rows, cols=self.n),
         }[self.kernel]
         found |= dict(world=self.ranks, even=int(columns % VECTOR == 0))
         return {axis: n for axis, n in found.items() if axis in tuned.KERNELS[self.kernel].axes}
@@ -93,6 +100,7 @@ class Job:
             "all_gather": "all_gather_matmul",
             "one_shot": "matmul_all_reduce",
             "two_shot": "matmul_all_reduce",
+            "few_rows": "matmul_reduce_scatter",
         }
         operation = names.get(self.kernel, self.kernel)
         kind = "column" if operation.startswith("all_gather") else "row"
@@ -111,7 +119,9 @@ class Job:
             senders, chunk = gather_programs(machine)[0], gather_chunk(at["rows"], FLAGS_PER_SOURCE)
             return dict(chunk=chunk, send_programs=senders)
         flags = FLAGS_PER_SOURCE // (2 if self.kernel == "two_shot" else 1)
-        if "chunk" in tuned.KERNELS[self.kernel].sets:
+        if self.kernel == "few_rows":
+            config = few_rows_config(machine, dtype, at["rows"], at["cols"], flags)
+        elif "chunk" in tuned.KERNELS[self.kernel].sets:
             owners = 1 if self.kernel == "one_shot" else self.ranks
             config = reduction(machine, dtype, at["rows"], at["cols"], flags, owners=owners)
         elif self.kernel == "matmul":
@@ -123,7 +133,14 @@ class Job:
 
 def reduction_kernel(rows: int, n: int, dtype: str) -> str:
     """Which kernel an all-reduce of [rows, n] is."""
-    return "one_shot" if is_one_shot(rows, n, getattr(torch, dtype)) else "two_shot"
+    if is_one_shot(rows, n, getattr(torch, dtype)):
+        return "one_shot"
+    return "few_rows" if are_few(Rows((rows,)), n, getattr(torch, dtype)) else "two_shot"
+
+
+def scatter_kernel(rows: int, n: int, dtype: str) -> str:
+    """Which kernel a reduce-scatter is, likewise."""
+    return "few_rows" if are_few(Rows((rows,)), n, getattr(torch, dtype)) else "matmul_reduce_scatter"
 
 
 def candidates(job: Job, machine: Machine, limit: int) -> list[Values]:
@@ -347,8 +364,9 @@ def launch_of(rank: Rank, machine: Machine, job: Job) -> Any:
         return plan_all_gather_matmul(*where, shard, [w], [None], rows, 1, False, None, machine)[0]
     if job.kernel == "all_gather_wgrad":
         return plan_all_gather_wgrad(*where, shard, [empty(job.rows, job.n)], rows, *end)[0]
-    if job.kernel == "matmul_reduce_scatter":
-        return plan_matmul_reduce_scatter(*where, [x], [w], None, rows, *end)[0]
+    if job.kernel in ("matmul_reduce_scatter", "few_rows"):
+        scatter = plan_few_rows_reduce_scatter if job.kernel == "few_rows" else plan_matmul_reduce_scatter
+        return scatter(*where, [x], [w], None, rows, *end)[0]
     plan = plan_one_shot if job.kernel == "one_shot" else plan_two_shot
     return plan(*where, x, w, None, *end)[0]
 
@@ -428,9 +446,10 @@ def plan_of(given: TuneOptions, argv: Sequence[str]) -> Plan:
 
 def jobs_of(model: str, dtype: str, ranks: int, rows: int) -> list[Job]:
     """What a block of this model launches for so many tokens; of one rank the plain matmuls."""
+    hidden = MODELS[model].hidden
     kernels = {
         "column": GATHERS,
-        "row": ("matmul_reduce_scatter", reduction_kernel(rows, MODELS[model].hidden, dtype)),
+        "row": dict.fromkeys((scatter_kernel(rows, hidden, dtype), reduction_kernel(rows, hidden, dtype))),
     }
     found = []
     for kind, names in kernels.items():

@@ -29,6 +29,7 @@ from fusedtp.ops.launch import (
 )
 from fusedtp.ops.launch.config import VECTOR
 from fusedtp.ops.launch.operands import by_pointers, local_config
+from fusedtp.ops.matmul_reduce_scatter import FEW_ROWS
 from fusedtp.ops.moe import combine, dispatch, grouped
 from fusedtp.ops.moe.plan import Exchange, index_size, plan_index, plan_sort, unpacked
 from fusedtp.ops.operation import OnRank
@@ -39,6 +40,7 @@ from .dense import DECLARED
 
 FUSED = {kernel.function: kernel for _, kernel in DECLARED.values() if not kernel.in_fp8}
 IN_FP8 = {kernel.function: kernel for _, kernel in DECLARED.values() if kernel.in_fp8}  # the same functions
+SCATTERS = {kernel.function: kernel for _, kernel in DECLARED.values() if kernel.scatters and not kernel.in_fp8}
 OWN = (
     *FUSED,
     "matmul_kernel",
@@ -166,6 +168,11 @@ SCATTER_VARIANTS = (
         ),
     )
 )
+FEW_ROWS_VARIANTS = {
+    name: replace(variant, rows=FEW_ROWS if variant.world_size == 8 and variant.dtype != "float32" else 64)
+    for name, variant in SCATTER_VARIANTS.items()
+    if variant.batch == 1
+}
 GATHER_VARIANTS = (
     FUSED_VARIANTS
     | FP8_VARIANTS
@@ -225,7 +232,11 @@ def variants_of(kernel: str) -> dict[str, Variant]:
         return {name: v for name, v in GROUPED_VARIANTS.items() if pairs or not name.endswith("-pair")}
     of = {"matmul_reduce_scatter_kernel": SCATTER_VARIANTS, "all_gather_matmul_kernel": GATHER_VARIANTS}
     of |= dict.fromkeys(("one_shot_kernel", "two_shot_kernel"), FUSED_VARIANTS | FP8_VARIANTS)
-    of |= {"matmul_kernel": LOCAL_VARIANTS, "moe_matmul_combine_kernel": RETURNING_VARIANTS}
+    of |= {
+        "few_rows_kernel": FEW_ROWS_VARIANTS,
+        "matmul_kernel": LOCAL_VARIANTS,
+        "moe_matmul_combine_kernel": RETURNING_VARIANTS,
+    }
     of |= {"moe_dispatch_matmul_kernel": ARRIVING_VARIANTS} | dict.fromkeys(EXCHANGES, VARIANTS)
     return of.get(kernel, FUSED_VARIANTS)
 
@@ -304,7 +315,8 @@ def _fused(kernel: str, variant: Variant, machine: Machine) -> Launch:
     """A kernel that an operation declares."""
     w, t, k, dtype, batch = variant.world_size, variant.rows, variant.k, variant.dtype, variant.batch
     fp8 = getattr(torch, dtype).itemsize == 1
-    rows, declared = Rows((t // w // batch,) * w, batch), (IN_FP8 if fp8 else FUSED)[kernel]
+    rows = Rows((t // w // batch,) * w, batch)
+    declared = (IN_FP8 if fp8 else SCATTERS if variant.products > 1 else FUSED)[kernel]
 
     def empty(*shape: int, of: str = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=getattr(torch, of))

@@ -1,7 +1,8 @@
 """y [T, N] = all_reduce(x [T, K_r] @ w [N, K_r].T) + b: a row-parallel linear layer without sequence parallelism.
 
 one-shot    every rank sends its whole partial to every rank, and all sum: small results
-two-shot    reduce-scatter, then all-gather: large ones (kernels/matmul_all_reduce.py has both)
+few rows    reduce-scatter, then all-gather, of rows that are multiplied together (kernels/matmul_few_rows.py)
+two-shot    the same, each owner's rows apart: large ones (kernels/matmul_all_reduce.py has it and the first)
 
 forward  y = sum over ranks of x @ w.T, in rank order, rounded once, + b; the same bits on every rank
 dgrad    dx = dy @ w, local
@@ -11,7 +12,7 @@ saved    x and the weight
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from .launch.operands import even_depth, local_tiles
 from .launch.run import check, machine_for
 from .main_grad import MainGrad, main_grads_of, weight_grad
 from .matmul import linear, linear_into, matmul, sum_in_rank_order
+from .matmul_reduce_scatter import are_few, matmul_args, pointers, prepare_few_rows, reduction, window_args
 from .matmul_reduce_scatter import chunked as reduce_scatter_chunked
-from .matmul_reduce_scatter import matmul_args, pointers, reduction, window_args
 from .operation import (
     Example,
     FusedKernel,
@@ -42,11 +43,11 @@ from .operation import (
     needs_grad,
     wanted,
 )
-from .rows import split
+from .rows import Rows, split
 from .shards import gather_rows
 
 TWO_SHOT_BYTES = 1 << 20  # chunked: from this size on an all-reduce is a reduce-scatter and an all-gather
-ONE_SHOT_BYTES = 1 << 18  # triton: of one partial; beyond it W copies of everything cost more than a second hop
+ONE_SHOT_BYTES = 1 << 17  # triton: of one partial; beyond it W copies of everything cost more than a second hop
 
 
 def matmul_all_reduce(
@@ -160,7 +161,7 @@ def chunked(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 def triton(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One launch, one-shot or two-shot by size."""
+    """One launch, of the kernel for its size."""
     comm, total, n = plan.comm, x.shape[0], weight.shape[0]
     (x,), (weight,) = even_depth([x], [weight])
     with plan.call() as call:
@@ -169,7 +170,7 @@ def triton(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [weight, bias])
-            prepare = prepare_one_shot if is_one_shot(total, n, x.dtype) else prepare_two_shot
+            prepare = kernel_for(plan.rows, n, x.dtype)
             launch = prepare(view, comm.world_size, x, weight, None, machine_for(view, x))
             plan.launches[key] = launch
         y = x.new_empty(total, n)
@@ -182,6 +183,10 @@ def _launched(
 ) -> tuple[Launch, dict[str, Tensor]]:
     launch, y = plan(at.view, at.rank, at.world_size, x, weights[0], biases[0], at.sig, at.config, at.machine)
     return launch, {"y": y}
+
+
+def _two_shot_slot_bytes(rows: Rows, shared: Shared) -> int:
+    return all_reduce_slot_bytes(rows.total, shared.features, len(rows.sizes), shared.dtype, False)
 
 
 op = Operation(
@@ -217,10 +222,15 @@ op = Operation(
             "two_shot_all_reduce",
             "two_shot_kernel",
             lambda *given: _launched(plan_two_shot, *given),
-            slot_bytes=lambda rows, shared: all_reduce_slot_bytes(
-                rows.total, shared.features, len(rows.sizes), shared.dtype, False
-            ),
+            slot_bytes=_two_shot_slot_bytes,
             example=dict(chunk=1),
+        ),
+        FusedKernel(
+            "few_rows_all_reduce",
+            "few_rows_kernel",
+            lambda *given: _launched(plan_few_rows, *given),
+            slot_bytes=_two_shot_slot_bytes,
+            example=dict(chunk=1, tile=64, widths=(150,)),
         ),
     ),
 )
@@ -247,13 +257,20 @@ def _result_at(total: int, n: int, world_size: int, dtype: torch.dtype) -> int:
 
 
 def prepare_one_shot(
-    view: Any, world_size: int, x: Tensor, weight: Tensor, config: Config | None, machine: Machine
+    view: Any,
+    world_size: int,
+    x: Tensor,
+    weight: Tensor,
+    config: Config | None,
+    machine: Machine,
+    dtype: torch.dtype | None = None,
 ) -> Launch:
     """The one-shot launch without its pointers, for operands of these shapes, strides and alignments.
 
     x        [T, K]     any strides; K is this rank's own
     weight   [N, K]     any strides
     config   None: the tuned one, or the default
+    dtype    of y and of what travels, where it is not that of x
     """
     from fusedtp.kernels.matmul_all_reduce import one_shot_kernel
 
@@ -280,7 +297,7 @@ def prepare_two_shot(
     machine: Machine,
     dtype: torch.dtype | None = None,
 ) -> Launch:
-    """The two-shot launch, likewise. dtype: of y and of what travels, where it is not that of x."""
+    """The two-shot launch, likewise."""
     from fusedtp.kernels.matmul_all_reduce import two_shot_kernel
 
     total, n = x.shape[0], weight.shape[0]
@@ -291,13 +308,35 @@ def prepare_two_shot(
         )
         config = local_tiles(config, machine, [x], [weight])
     args = dict(
-        sizes=tuple(odd(max(0, min(each, total - r * each))) for r in range(world_size)),
+        sizes=tuple(odd(size) for size in split(total, world_size)),
         **matmul_args([x], [weight], config),
         **window_args(config, each, n, world_size),
         result_at=_result_at(total, n, world_size, dtype or x.dtype),
         flags=flags,
     )
     return Launch(two_shot_kernel, config.programs, args, config)
+
+
+def prepare_few(
+    view: Any,
+    world_size: int,
+    x: Tensor,
+    weight: Tensor,
+    config: Config | None,
+    machine: Machine,
+    dtype: torch.dtype | None = None,
+) -> Launch:
+    """The launch for few rows, likewise."""
+    rows = Rows(split(x.shape[0], world_size))
+    result_at = _result_at(rows.total, weight.shape[0], world_size, dtype or x.dtype)
+    return prepare_few_rows(view, [x], [weight], rows, config, machine, result_at)
+
+
+def kernel_for(rows: Rows, n: int, dtype: torch.dtype) -> Callable[..., Launch]:
+    """What prepares the launch for y of [rows.total, n]."""
+    if is_one_shot(rows.total, n, dtype):
+        return prepare_one_shot
+    return prepare_few if are_few(rows, n, dtype) else prepare_two_shot
 
 
 def plan_one_shot(*given: Any) -> tuple[Launch, Tensor]:
@@ -308,6 +347,11 @@ def plan_one_shot(*given: Any) -> tuple[Launch, Tensor]:
 def plan_two_shot(*given: Any) -> tuple[Launch, Tensor]:
     """(view, rank, world_size, x, weight, bias, sig, config, machine) -> the two-shot launch and its output [T, N]."""
     return _planned(prepare_two_shot, *given)
+
+
+def plan_few_rows(*given: Any) -> tuple[Launch, Tensor]:
+    """The whole launch for few rows, likewise."""
+    return _planned(prepare_few, *given)
 
 
 def _planned(

@@ -27,7 +27,7 @@ from fusedtp.comm.device_view import odd, peers_of
 from fusedtp.comm.launching import Launch, layouts
 
 from .launch import tuned
-from .launch.config import VECTOR, Config, Machine, reduce_programs, tiles
+from .launch.config import VECTOR, Config, Machine, block, reduce_programs, tiles
 from .launch.operands import MOST_DESCRIPTORS, even_depth, local_descriptors, local_operands, local_tiles
 from .launch.run import check, machine_for
 from .main_grad import MainGrad, main_grads_of, weight_grad
@@ -52,6 +52,8 @@ from .rows import Rows, rows_of_full
 from .shards import arrived_partials, partials_of, ring
 
 NARROWEST = 32  # columns of a tile
+IN_FLIGHT = 32 << 10  # bytes that an SM reads in the microsecond that memory takes to answer: 3.4 TB/s of 132 SMs
+FEW_ROWS = 128  # of all ranks, for which one tile has them all
 BEHIND = 2  # rounds, after which a window has mostly arrived; predicted times grow with fewer or more
 
 
@@ -196,19 +198,18 @@ def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Te
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, xs[0], [*xs[1:], *weights, bias])
-            launch = plan.launches[key] = prepare(view, xs, weights, rows, None, machine_for(view, xs[0]))
+            how = prepare_few_rows if are_few(rows, weights[0].shape[0], xs[0].dtype) else prepare
+            launch = plan.launches[key] = how(view, xs, weights, rows, None, machine_for(view, xs[0]))
         y = xs[0].new_empty(plan.own_rows, weights[0].shape[0])
         launch.run(view, y.device, None, pointers(launch, plan.peers(view), xs, weights, bias, y))
     return y
 
 
 def _launched(
-    at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *_: Any
+    plan: Any, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *_: Any
 ) -> tuple[Launch, dict[str, Tensor]]:
     xs = x.split([w.shape[1] for w in weights], 1)
-    launch, y = plan_matmul_reduce_scatter(
-        at.view, at.rank, at.world_size, xs, weights, biases[0], at.rows, at.sig, at.config, at.machine
-    )
+    launch, y = plan(at.view, at.rank, at.world_size, xs, weights, biases[0], at.rows, at.sig, at.config, at.machine)
     return launch, {"y": y}
 
 
@@ -235,10 +236,17 @@ op = Operation(
         FusedKernel(
             "matmul_reduce_scatter",
             "matmul_reduce_scatter_kernel",
-            _launched,
+            lambda *given: _launched(plan_matmul_reduce_scatter, *given),
             scatters=True,
             in_runs=True,
             example=dict(chunk=1),
+        ),
+        FusedKernel(
+            "few_rows_reduce_scatter",
+            "few_rows_kernel",
+            lambda *given: _launched(plan_few_rows_reduce_scatter, *given),
+            scatters=True,
+            example=dict(chunk=1, tile=64, widths=(150,)),
         ),
     ),
 )
@@ -288,6 +296,45 @@ def prepare(
     return Launch(matmul_reduce_scatter_kernel, config.programs, args, config)
 
 
+def are_few(rows: Rows, n: int, dtype: torch.dtype) -> bool:
+    """Whether the rows of all ranks are multiplied together: one tile has them all, each rank's in one run."""
+    most = FEW_ROWS if dtype.itemsize <= 2 and n % VECTOR == 0 else FEW_ROWS // 2  # see `tiles`
+    return rows.batch == 1 and rows.total <= most
+
+
+def prepare_few_rows(
+    view: Any,
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    rows: Rows,
+    config: Config | None,
+    machine: Machine,
+    result_at: int | None = None,
+) -> Launch:
+    """The launch for few rows, likewise, whose tile is at least as high.
+
+    result_at   of an all-reduce: bytes of a slot before the sums; None: a reduce-scatter
+    """
+    from fusedtp.kernels.matmul_few_rows import few_rows_kernel
+
+    total, n = rows.total, weights[0].shape[0]
+    flags = view.flags_per_source if result_at is None else view.flags_per_source // 2
+    if config is None:
+        config = few_rows_config(machine, xs[0].dtype, total, n, flags, len(rows.sizes))
+        config = local_tiles(config, machine, xs, weights)
+    assert total <= config.block_m and rows.batch == 1
+    args = dict(
+        sizes=tuple(odd(size) for size in rows.sizes),
+        total=total,
+        **matmul_args(xs, weights, config),
+        group=config.chunk,
+        result_at=result_at or 0,
+        flags=flags,
+        BROADCAST=result_at is not None,
+    )
+    return Launch(few_rows_kernel, config.programs, args, config)
+
+
 def pointers(
     launch: Launch,
     peers: Any,
@@ -304,7 +351,19 @@ def pointers(
     return args
 
 
-def plan_matmul_reduce_scatter(
+def plan_matmul_reduce_scatter(*given: Any) -> tuple[Launch, Tensor]:
+    """(view, rank, world_size, xs, weights, bias, rows, sig, config, machine) -> the whole launch, not yet run, and its
+    output [R_r, N]; see `prepare` and `pointers`."""
+    return _planned(prepare, *given)
+
+
+def plan_few_rows_reduce_scatter(*given: Any) -> tuple[Launch, Tensor]:
+    """The same of few rows."""
+    return _planned(prepare_few_rows, *given)
+
+
+def _planned(
+    prepare: Any,
     view: Any,
     rank: int,
     world_size: int,
@@ -316,7 +375,6 @@ def plan_matmul_reduce_scatter(
     config: Config | None,
     machine: Machine,
 ) -> tuple[Launch, Tensor]:
-    """The whole launch, not yet run, and its output [R_r, N]; see `prepare` and `pointers`."""
     launch = prepare(view, xs, weights, rows, config, machine)
     y = xs[0].new_empty(rows.local(rank), weights[0].shape[0])
     peers = peers_of(view, rank, world_size, sig, machine.clock)
@@ -356,17 +414,42 @@ def matmul_args(xs: Sequence[Tensor], weights: Sequence[Tensor], config: Config,
     )
 
 
-def narrowed(shape: Config, machine: Machine, rows: int, n: int) -> Config:
+def narrowed(shape: Config, machine: Machine, rows: int, n: int, *, every: bool = False) -> Config:
     """The tile, of fewer columns as long as programs that multiply all tiles and as many that sum fit the machine.
 
     A product of few rows takes as long as the weights take to come, and one program loads only so fast.
+
+    every   program does both
     """
     while shape.block_n > NARROWEST:
         half = replace(shape, block_n=shape.block_n // 2)
-        if 2 * -(-rows // half.block_m) * -(-n // half.block_n) > machine.programs:
+        if (1 if every else 2) * -(-rows // half.block_m) * -(-n // half.block_n) > machine.programs:
             break
         shape = half
     return shape
+
+
+@tuned.remembered
+def few_rows_config(
+    machine: Machine, dtype: torch.dtype, total: int, n: int, flags: int, world_size: int = 0
+) -> Config:
+    """Configuration for few rows, in so many stages that IN_FLIGHT bytes of w are on their way, if they fit; the tuned
+    one, if a world is named."""
+    even, found = n % VECTOR == 0, tuned.NOTHING
+    if world_size:
+        found = tuned.lookup("few_rows", machine, dtype, rows=total, cols=n, even=even, world=world_size)
+    shape = tuned.tile(tiles(machine, dtype, total, n, even), found)
+    shape = replace(shape, block_m=block(total, shape.block_m, FEW_ROWS))
+    if not found:
+        shape = narrowed(shape, machine, total, n, every=True)
+    if not found and machine.clock == "cuda":
+        step = shape.block_k * dtype.itemsize
+        fit = (machine.shared_bytes - 1024) // ((shape.block_m + shape.block_n) * step)
+        deep = min(-(-IN_FLIGHT // (shape.block_n * step)), fit, tuned.LIMITS["num_stages"][1])
+        shape = replace(shape, num_stages=max(shape.num_stages, deep))
+    chunk = tuned.chunk(found, 1, least=-(-_tile_count(shape, total, n) // flags))
+    senders, _ = tuned.reduce_split(found, machine, (machine.programs, 0))
+    return replace(shape, send_programs=senders, other_programs=0, chunk=chunk)
 
 
 @tuned.remembered

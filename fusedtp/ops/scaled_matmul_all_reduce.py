@@ -4,7 +4,8 @@ The all-reduce of matmul_all_reduce, by the same kernels. Products are of fp8; s
 is scaled, in fp32, before it is rounded to the dtype of the result, in which it travels:
 
 one-shot    every rank sends its whole partial to every rank, and all sum: small results
-two-shot    reduce-scatter, then all-gather: large ones
+few rows    reduce-scatter, then all-gather, of rows that are multiplied together
+two-shot    the same, each owner's rows apart: large ones
 
 forward  y, summed over ranks in rank order in fp32, + b, rounded once; the same bits on every rank
 no gradients: fusedtp.nn.FP8Linear has them, made of the operations of fp8
@@ -12,8 +13,7 @@ no gradients: fusedtp.nn.FP8Linear has them, made of the operations of fp8
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ from .matmul import sum_in_rank_order
 from .matmul_all_reduce import (
     TWO_SHOT_BYTES,
     all_reduce_slot_bytes,
-    is_one_shot,
+    kernel_for,
+    prepare_few,
     prepare_one_shot,
     prepare_two_shot,
 )
@@ -109,7 +110,7 @@ def chunked(
 def triton(
     plan: Plan, x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """One launch, one-shot or two-shot by size."""
+    """One launch, of the kernel for its size."""
     x, w = fp8.columns_together(x), fp8.columns_together(w)
     total, n = x.shape[0], w.shape[0]
     with plan.call() as call:
@@ -118,8 +119,8 @@ def triton(
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [], max(total, *w.shape), fp8.FORMATS)
-            in_one = is_one_shot(total, n, dtype)
-            launch = _prepared(in_one, view, plan.comm.world_size, x, w, None, machine_for(view, x), dtype)
+            how = kernel_for(plan.rows, n, dtype)
+            launch = how(view, plan.comm.world_size, x, w, None, machine_for(view, x), dtype)
             launch = plan.launches[key] = scaled(launch, x_scale, w_scale)
         y = x.new_empty(total, n, dtype=dtype)
         args = pointers(launch, plan.peers(view), [x], [w], bias, y)
@@ -127,21 +128,12 @@ def triton(
     return y
 
 
-def _prepared(
-    in_one: bool, view: Any, world_size: int, x: Tensor, w: Tensor, config: Any, machine: Any, dtype: torch.dtype
-) -> Launch:  # fmt: skip
-    """The launch in one shot or in two, without its pointers and scales. dtype: of y and of what travels."""
-    if in_one:
-        return prepare_one_shot(view, world_size, x, w, config, machine)
-    return prepare_two_shot(view, world_size, x, w, config, machine, dtype)
-
-
 def _launched(
-    in_one: bool, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], _: bool, __: bool,
-    dtype: torch.dtype | None,
+    how: Callable[..., Launch], at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None],
+    _: bool, __: bool, dtype: torch.dtype | None,
 ) -> tuple[Launch, dict[str, Tensor]]:  # fmt: skip
     x, x_scale, (w,), (w_scale,), dtype = fp8.of_check(x, weights, dtype)
-    launch = _prepared(in_one, at.view, at.world_size, x, w, at.config, at.machine, dtype)
+    launch = how(at.view, at.world_size, x, w, at.config, at.machine, dtype)
     launch = scaled(launch, x_scale, w_scale)
     y = x.new_empty(x.shape[0], w.shape[0], dtype=dtype)
     peers = peers_of(at.view, at.rank, at.world_size, at.sig, at.machine.clock)
@@ -149,17 +141,17 @@ def _launched(
     return launch.given(given | scale_pointers(x_scale, w_scale)), {"y": y}
 
 
-def _kernel(shots: str, in_one: bool) -> FusedKernel:
+def _kernel(name: str, how: Callable[..., Launch]) -> FusedKernel:
     """One of matmul_all_reduce's, with scales."""
     return FusedKernel(
-        f"scaled_{shots}_all_reduce",
-        f"{shots}_kernel",
-        lambda *given: _launched(in_one, *given),
+        f"scaled_{name}_all_reduce",
+        f"{name}_kernel",
+        lambda *given: _launched(how, *given),
         slot_bytes=lambda rows, shared: all_reduce_slot_bytes(
-            rows.total, shared.features, len(rows.sizes), shared.dtype, in_one
+            rows.total, shared.features, len(rows.sizes), shared.dtype, how is prepare_one_shot
         ),
         in_fp8=True,
-        example=dict(chunk=1),
+        example=dict(chunk=1) | (dict(tile=64, widths=(150,)) if name == "few_rows" else {}),
     )
 
 
@@ -176,5 +168,9 @@ op = Operation(
         triton=lambda rows, shared: all_reduce_slot_bytes(rows.total, shared.features, len(rows.sizes), shared.dtype),
     ),
     choose=fp8.choose,
-    kernels=(_kernel("one_shot", True), _kernel("two_shot", False)),
+    kernels=(
+        _kernel("one_shot", prepare_one_shot),
+        _kernel("two_shot", prepare_two_shot),
+        _kernel("few_rows", prepare_few),
+    ),
 )

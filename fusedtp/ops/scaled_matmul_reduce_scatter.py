@@ -12,9 +12,8 @@ no gradients: fusedtp.nn.FP8Linear has them, made of the operations of fp8
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +23,12 @@ from fusedtp.comm.device_view import peers_of
 from fusedtp.comm.launching import Launch, layouts
 
 from . import fp8
-from .launch.config import Config, Machine
 from .launch.plain import scale_step
 from .launch.run import check, machine_for
 from .matmul import sum_in_rank_order
-from .matmul_reduce_scatter import pointers, scatter_slot_bytes
-from .matmul_reduce_scatter import prepare as prepare_unscaled
+from .matmul_reduce_scatter import are_few, pointers, prepare, prepare_few_rows, scatter_slot_bytes
 from .operation import FusedKernel, OnRank, Operation, Plan, Shared, Spec
-from .rows import Rows, rows_of_full
+from .rows import rows_of_full
 from .shards import arrived_partials, partials_of, ring
 
 OPERANDS = "Tensor x, Tensor x_scale, Tensor weight, Tensor w_scale, Tensor? bias, ScalarType dtype"  # of engines
@@ -135,7 +132,8 @@ def triton(
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [], max(rows.total, *w.shape), fp8.FORMATS)
-            launch = prepare(view, x, x_scale, w, w_scale, rows, None, machine_for(view, x))
+            how = prepare_few_rows if are_few(rows, w.shape[0], dtype) else prepare
+            launch = scaled(how(view, [x], [w], rows, None, machine_for(view, x)), x_scale, w_scale)
             plan.launches[key] = launch
         y = x.new_empty(plan.own_rows, w.shape[0], dtype=dtype)
         given = pointers(launch, plan.peers(view), [x], [w], bias, y)
@@ -144,11 +142,11 @@ def triton(
 
 
 def _launched(
-    at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], _: bool, __: bool,
-    dtype: torch.dtype | None,
+    how: Callable[..., Launch], at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None],
+    _: bool, __: bool, dtype: torch.dtype | None,
 ) -> tuple[Launch, dict[str, Tensor]]:  # fmt: skip
     x, x_scale, (w,), (w_scale,), dtype = fp8.of_check(x, weights, dtype)
-    launch = prepare(at.view, x, x_scale, w, w_scale, at.rows, at.config, at.machine)
+    launch = scaled(how(at.view, [x], [w], at.rows, at.config, at.machine), x_scale, w_scale)
     y = x.new_empty(at.rows.local(at.rank), w.shape[0], dtype=dtype)
     peers = peers_of(at.view, at.rank, at.world_size, at.sig, at.machine.clock)
     given = pointers(launch, peers, [x], [w], biases[0], y)
@@ -174,31 +172,25 @@ op = Operation(
         FusedKernel(
             "scaled_matmul_reduce_scatter",
             "matmul_reduce_scatter_kernel",
-            _launched,
+            lambda *given: _launched(prepare, *given),
             scatters=True,
             in_runs=True,
             in_fp8=True,
             example=dict(chunk=1),
         ),
+        FusedKernel(
+            "scaled_few_rows_reduce_scatter",
+            "few_rows_kernel",
+            lambda *given: _launched(prepare_few_rows, *given),
+            scatters=True,
+            in_fp8=True,
+            example=dict(chunk=1, tile=64, widths=(150,)),
+        ),
     ),
 )
 
 
-# -- the launcher: matmul_reduce_scatter's kernel with scales ----------------------------------------------------------
-
-
-def prepare(
-    view: Any,
-    x: Tensor,
-    x_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    rows: Rows,
-    config: Config | None,
-    machine: Machine,
-) -> Launch:
-    """The launch without its pointers, for operands of these shapes, strides and alignments."""
-    return scaled(prepare_unscaled(view, [x], [w], rows, config, machine), x_scale, w_scale)
+# -- matmul_reduce_scatter's kernels with scales ----------------------------------------------------------------------
 
 
 def scaled(launch: Launch, x_scale: Tensor, w_scale: Tensor) -> Launch:

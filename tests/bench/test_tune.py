@@ -190,7 +190,7 @@ def test_a_table_that_is_none_is_not_written_over(tmp_path: Path):
 
 def test_jobs_of_a_model_cover_every_kernel():
     model = "llama3-70b"
-    found = [job for ranks in (1, 8) for rows in (8, 8192) for job in tune.jobs_of(model, "bfloat16", ranks, rows)]
+    found = [job for ranks in (1, 8) for rows in (8, 128, 8192) for job in tune.jobs_of(model, "bfloat16", ranks, rows)]
     assert {job.kernel for job in found} == set(tuned.KERNELS)
     by_class = tune.classes(found, H200)
     assert sorted(map(str, found)) == sorted(str(job) for of in by_class.values() for job in of)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 CASE = dict(
     batch=1, k=40, widths=(24,), biased=(), dtype="float32", layout="contiguous", keep=False, seed=0, sig=7,
-    in_one=None, config=None, flags=4096, copied=(), step=1, descriptors=None, products=1,
+    in_one=None, few=False, config=None, flags=4096, copied=(), step=1, descriptors=None, products=1,
 )  # fmt: skip
 
 

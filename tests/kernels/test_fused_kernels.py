@@ -40,6 +40,7 @@ def calls(draw, world: int) -> dict:
         layout=draw(st.sampled_from(["contiguous", "transposed", "strided", "offset", "expanded"])),
         keep=draw(st.booleans()),
         in_one=draw(st.booleans()),
+        few=draw(st.booleans()),
         config=draw(configs()),
         step=draw(st.sampled_from([1, 8])),
         seed=draw(st.integers(0, 1 << 20)),
@@ -61,6 +62,22 @@ def test_equals_the_formula(worlds, data):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_several_tiles_and_tails_on_every_axis(worlds, op, dtype):
     worlds.check(2, dict(op=op, dtype=dtype, sizes=(40, 33), k=37, widths=(40, 17), biased=(0,), config=SMALL))
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_few_rows(worlds, op, dtype):
+    """Multiplied together: ranks without rows, none at all, several flags and several tiles a flag, products, tails."""
+    call = dict(op=op, dtype=dtype, in_one=False, few=True, k=37, widths=(70,), biased=(0,))
+    programs = dict(send_programs=3, other_programs=0)
+    worlds.check(
+        3,
+        call | dict(sizes=(40, 0, 33), config=dict(SMALL, **programs)),
+        call | dict(sizes=(1, 0, 0), config=dict(SMALL, chunk=2)),
+        call | dict(sizes=(0, 0, 0)),
+        call | dict(sizes=(5, 59, 64), flags=4, products=3, step=8),
+        call | dict(sizes=(0, 17, 3), config=dict(SMALL, chunk=3, **programs), layout="strided"),
+    )
 
 
 TMA = dict(SMALL, tma=True)

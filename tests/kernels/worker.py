@@ -30,9 +30,21 @@ from fusedtp.ops import launch
 from fusedtp.ops.all_gather_matmul import gather_slot_bytes, plan_all_gather_matmul, sending_of
 from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
 from fusedtp.ops.launch import operands
+from fusedtp.ops.launch.config import block
 from fusedtp.ops.launch.run import check, machine_for
-from fusedtp.ops.matmul_all_reduce import all_reduce_slot_bytes, is_one_shot, plan_one_shot, plan_two_shot
-from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, scatter_slot_bytes
+from fusedtp.ops.matmul_all_reduce import (
+    all_reduce_slot_bytes,
+    is_one_shot,
+    plan_few_rows,
+    plan_one_shot,
+    plan_two_shot,
+)
+from fusedtp.ops.matmul_reduce_scatter import (
+    FEW_ROWS,
+    plan_few_rows_reduce_scatter,
+    plan_matmul_reduce_scatter,
+    scatter_slot_bytes,
+)
 from fusedtp.ops.rows import Rows
 from tests.harness.quick import quick
 
@@ -205,6 +217,14 @@ def all_gather_matmul(world: World, c: SimpleNamespace) -> list[str]:
     return wrong
 
 
+def few_rows(c: SimpleNamespace, s: SimpleNamespace) -> tuple[bool, launch.Config | None]:
+    """Whether the kernel of few rows is asked for and can be, and the configuration, whose tile then has all rows."""
+    few = c.few and s.rows.total <= FEW_ROWS and (c.batch == 1 or c.op == "matmul_all_reduce")
+    if few and s.config is not None:
+        return True, replace(s.config, block_m=block(s.rows.total, s.config.block_m, FEW_ROWS))
+    return few, s.config
+
+
 def matmul_reduce_scatter(world: World, c: SimpleNamespace) -> list[str]:
     s = same_everywhere(c)
     xs = [s.numbers.draw(s.total, c.k + c.step * r, layout=c.layout) for r in range(world.size)]
@@ -215,9 +235,9 @@ def matmul_reduce_scatter(world: World, c: SimpleNamespace) -> list[str]:
     check(world.view, scatter_slot_bytes(s.rows, c.widths[0], x.dtype), x, [w, bias])
     width = max(1, -(-x.shape[1] // (8 * c.products)) * 8)
     parts = [each.split(width, 1) for each in (x, w)]
-    launch, y = plan_matmul_reduce_scatter(
-        world.view, world.rank, world.size, *parts, bias, s.rows, c.sig, s.config, machine
-    )
+    few, config = few_rows(c, s)
+    plan = plan_few_rows_reduce_scatter if few else plan_matmul_reduce_scatter
+    launch, y = plan(world.view, world.rank, world.size, *parts, bias, s.rows, c.sig, config, machine)
     launch.run(world.view, x.device)
     want = linear(torch.cat(xs, 1), torch.cat(ws, 1), bias)
     return equal("y", y, want[shard_rows(world.rank, c.sizes, c.batch)])
@@ -232,8 +252,9 @@ def matmul_all_reduce(world: World, c: SimpleNamespace) -> list[str]:
     in_one = is_one_shot(s.total, c.widths[0], x.dtype) if c.in_one is None else c.in_one
     nbytes = all_reduce_slot_bytes(s.total, c.widths[0], world.size, x.dtype, in_one)
     check(world.view, nbytes, x, [w, bias])
-    plan = plan_one_shot if in_one else plan_two_shot
-    launch, y = plan(world.view, world.rank, world.size, x, w, bias, c.sig, s.config, machine)
+    few, config = few_rows(c, s)
+    plan = plan_one_shot if in_one else plan_few_rows if few else plan_two_shot
+    launch, y = plan(world.view, world.rank, world.size, x, w, bias, c.sig, config, machine)
     launch.run(world.view, x.device)
     return equal("y", y, linear(torch.cat(xs, 1), torch.cat(ws, 1), bias))
 

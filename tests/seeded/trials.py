@@ -91,19 +91,25 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
 def calls(name: str) -> list[Call]:
     kernel = DECLARED[name][1] if name in DECLARED else None
     gathers, keeps = "all_gather" in name, bool(kernel and kernel.keeps)
-    widths = (17, 5) if gathers and kernel and not kernel.pairs else (37,)
+    widths = (17, 5) if gathers and kernel and not kernel.pairs else (150,) if is_few(name) else (37,)
     pads = name == "all_gather_wgrad"  # rows of its result to multiples of 16; without any no tile waits
-    first = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps, tile=32 if pads else TILE)
+    tile = 32 if pads else 64 if is_few(name) else TILE
+    first = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps, tile=tile)
     several = replace(first, programs=(2, 2))
     made = [
         first,
-        replace(several, sizes=(3, 0, 2), k=5, batch=2 if kernel else 1),
+        replace(several, sizes=(3, 0, 2), k=5, batch=2 if kernel and not is_few(name) else 1),
         replace(several, sizes=(0, 0, 0), widths=(0,) if pads else widths),
         replace(several, sizes=(2, 2, 33)),
     ]
     if name in ("matmul_reduce_scatter", "two_shot_all_reduce"):  # windows of two chunks, the last with one
         made[-1] = replace(made[-1], programs=(3, 4), chunk=1)
     return made
+
+
+def is_few(name: str) -> bool:
+    """Whether all rows must fit one tile, and be one run."""
+    return "few_rows" in name
 
 
 def called(what: str, made: Sequence[Call], target: str, number: int = 0) -> Trial:
@@ -116,7 +122,10 @@ def pipelined(name: str, target: str) -> Trial:
     """Whole steps over K, on sm_90 by TMA and by pointers; then one step; then weights that lie as a gradient's."""
     tile, chunk = {"sm_80": 32, "sm_90": 64}[target], 16 if name.startswith("all_gather") else 1
     call = Call(name, (64, 32), (40,), k=128, dtype=torch.float16, tile=tile, block_k=32, chunk=chunk)
-    first = replace(call, tma=True) if target == "sm_90" else replace(call, sizes=(40, 24))
+    tails = (40, 24)
+    if is_few(name):
+        call, tails = replace(call, sizes=(tile // 2, tile // 2), widths=(2 * tile,)), (5, 24)
+    first = replace(call, tma=True) if target == "sm_90" else replace(call, sizes=tails)
     made = [first, call, replace(call, k=32)]
     if name in ("all_gather_matmul", "matmul_reduce_scatter"):
         made.append(replace(first, k=64, transposed=True))
@@ -128,7 +137,7 @@ def strangers(name: str, target: str) -> Trial:
     sizes = [(0, 5), (5, 0)]
     if name in ("matmul_reduce_scatter", "moe_matmul_combine"):  # what a rank waits for are its own rows
         sizes = [(5, 0), (0, 5)]
-    elif name in ("one_shot_all_reduce", "two_shot_all_reduce", "moe_combine"):  # whose ranks send in any case
+    elif "all_reduce" in name or name == "moe_combine":  # whose ranks send in any case
         sizes = [(0, 0), (0, 0) if name.startswith("one") else (0, 5)]
     made = [None] * 2 if name == "meet" else [replace(calls(name)[0], sizes=each, k=16) for each in sizes]
     said = [[2, 1 - rank, -1, 7 + rank, 8 - rank] for rank in range(2)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fusedtp.bench.timed import ENGINE, GATHER, REDUCE, SCATTER, Problem, machine_of
 from fusedtp.checks.lint import _view
-from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
+from fusedtp.ops.matmul_all_reduce import plan_few_rows, plan_one_shot, plan_two_shot
 from fusedtp.sim import Copy, Launch, Run, symmetric
 from fusedtp.sim.timed import Engine, load_node
 from fusedtp.sim.timed.share import Share
@@ -42,7 +42,8 @@ def test_bytes_and_products_are_the_closed_forms(operation: str, w: int, t: int,
     c, rows, item = problem.chosen(SMALL), problem.rows, problem.dtype.itemsize
     got = time(problem)
 
-    tiles = sum(up(size, c.block_m) for size in rows.sizes) * up(n, c.block_n)
+    heights = [t] if operation == SCATTER and problem.few else rows.sizes
+    tiles = sum(up(height, c.block_m) for height in heights) * up(n, c.block_n)
     flops = 2 * tiles * c.block_m * c.block_n * up(k, c.block_k) * c.block_k
     assert got.flops == (flops,) * w
     width = (lambda s, d: rows.sizes[s] * k) if operation == GATHER else (lambda s, d: rows.sizes[d] * n)
@@ -55,7 +56,7 @@ def test_bytes_and_products_are_the_closed_forms(operation: str, w: int, t: int,
 def test_an_all_reduce_sends_what_its_shots_need(w: int, t: int, n: int, k: int) -> None:
     problem = replace(Problem(REDUCE, t, (n,), k, w), dtype=torch.float32)
     got, item = time(problem), 4
-    if t * n * item <= 1 << 18:  # one shot: every partial to every peer
+    if t * n * item <= 1 << 17:  # one shot: every partial to every peer
         want = {(s, d): t * n * item for s in range(w) for d in range(w) if s != d}
     else:  # partials to the owner, the owner's sums to all
         rows = problem.rows.sizes
@@ -87,19 +88,23 @@ def test_sums_over_ranks_leave_no_tail(operation: str) -> None:
 
 
 def test_a_small_all_reduce_spreads_its_weights_over_the_machine() -> None:
-    """So many tiles that those that multiply and those that sum just fit, side by side, and no narrower."""
+    """So many tiles that those that multiply and those that sum just fit, side by side, and no narrower; of few rows
+    so many as programs, which do both."""
     node = load_node("h100")
-    for n, columns in ((8192, 128), (4096, 64), (2048, 32), (256, 32)):
+    for n, columns in ((4096, 64), (2048, 32), (256, 32)):
         config = Problem(REDUCE, 16, (n,), 64, 8).chosen(node)
         assert (config.block_n, config.other_programs) == (columns, n // columns)
+    for n, columns in ((16384, 128), (8192, 64), (4096, 32), (2048, 32)):
+        config = Problem(REDUCE, 128, (n,), 64, 8).chosen(node)
+        assert (config.block_m, config.block_n, config.other_programs) == (128, columns, 0)
 
 
-@pytest.mark.parametrize("tokens", [16, 8192])
+@pytest.mark.parametrize("tokens", [16, 100, 8192])
 def test_an_all_reduce_is_predicted_with_the_configuration_that_is_launched(tokens: int) -> None:
-    """16 tokens go in one shot, 8192 in two."""
+    """16 tokens go in one shot, 100 are multiplied together, 8192 go in two."""
     n, w, node = 4096, 8, load_node("h100")
     x, weight = (torch.empty(extent, 64, dtype=torch.bfloat16, device="meta") for extent in (tokens, n))
-    plan = plan_one_shot if tokens == 16 else plan_two_shot
+    plan = {16: plan_one_shot, 100: plan_few_rows, 8192: plan_two_shot}[tokens]
     launched = plan(_view(w), 1, w, x, weight, None, 12345, None, machine_of(node))[0].config
     assert Problem(REDUCE, tokens, (n,), 64, w).chosen(node) == launched
 
@@ -154,7 +159,8 @@ def test_with_free_communication_only_the_products_take_time(operation: str, w: 
     """All programs take tiles of one list, those that send or sum too, since nothing keeps them."""
     problem = Problem(operation, t, (n,), k, w)
     c = problem.chosen(IDEAL)
-    tiles = sum(up(size, c.block_m) for size in problem.rows.sizes) * up(n, c.block_n)
+    heights = [t] if operation == SCATTER and problem.few else problem.rows.sizes
+    tiles = sum(up(height, c.block_m) for height in heights) * up(n, c.block_n)
     tile = 2 * c.block_m * c.block_n * up(k, c.block_k) * c.block_k
     want = up(tiles, c.send_programs + c.other_programs) * tile / (IDEAL.flops["bf16"] / IDEAL.sms)
     assert time(problem, IDEAL).total == pytest.approx(want, rel=1e-9)

@@ -14,6 +14,7 @@ only, which may differ. So what must agree stands in entries whose class has no 
     all_gather              rows of the longest shard, k K         chunk, how many programs send; of both gathers
     matmul_reduce_scatter   rows of the longest shard, cols N      tile, tma, chunk, programs: the owner sums by the
     one_shot, two_shot      rows a rank sums, cols N               senders' tiles; K_r is not asked for
+    few_rows                rows T, cols N                         likewise; a tile has at least T rows
 
 A missing entry means the default of config.py. `report()` lists what was looked up and found; the first miss warns.
 """
@@ -74,6 +75,7 @@ KERNELS = {
     "matmul_reduce_scatter": _SCATTER,
     "one_shot": Kernel(_SUM, (*TILE, "tma", *SPLIT)),
     "two_shot": _SCATTER,
+    "few_rows": _SCATTER,
 }
 DTYPES = ("float32", "float16", "bfloat16")
 
