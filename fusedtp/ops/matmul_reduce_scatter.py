@@ -53,7 +53,7 @@ from .shards import arrived_partials, partials_of, ring
 
 NARROWEST = 32  # columns of a tile
 IN_FLIGHT = 32 << 10  # bytes that an SM reads in the microsecond that memory takes to answer: 3.4 TB/s of 132 SMs
-FEW_ROWS = 128  # of all ranks, for which one tile has them all
+FEW_ROWS = 256  # of all ranks, for which one tile has them all
 BEHIND = 2  # rounds, after which a window has mostly arrived; predicted times grow with fewer or more
 
 
@@ -283,9 +283,7 @@ def prepare(
             kernel="matmul_reduce_scatter", world_size=world_size, owners=world_size,
         )  # fmt: skip
         config = local_tiles(config, machine, xs, weights, rows.batch)
-    if len(xs) > 1 and not config.tma and config.block_k > 32:
-        # The addresses of all operands' blocks stay in registers: beside a large tile only half as many fit.
-        config = replace(config, block_k=32, num_stages=config.num_stages + 1)
+    config = for_products(config, len(xs))
     args = dict(
         sizes=tuple(odd(size) for size in rows.sizes),
         batch=rows.batch,
@@ -296,9 +294,16 @@ def prepare(
     return Launch(matmul_reduce_scatter_kernel, config.programs, args, config)
 
 
+def for_products(config: Config, count: int) -> Config:
+    """Addresses of the blocks of all operands stay in registers: beside a large tile only half as many fit."""
+    if count == 1 or config.tma or config.block_k <= 32:
+        return config
+    return replace(config, block_k=32, num_stages=config.num_stages + 1)
+
+
 def are_few(rows: Rows, n: int, dtype: torch.dtype) -> bool:
     """Whether the rows of all ranks are multiplied together: one tile has them all, each rank's in one run."""
-    most = FEW_ROWS if dtype.itemsize <= 2 and n % VECTOR == 0 else FEW_ROWS // 2  # see `tiles`
+    most = FEW_ROWS if dtype.itemsize <= 2 and n % VECTOR == 0 else FEW_ROWS // 4  # see `tiles`
     return rows.batch == 1 and rows.total <= most
 
 
@@ -322,6 +327,7 @@ def prepare_few_rows(
     if config is None:
         config = few_rows_config(machine, xs[0].dtype, total, n, flags, len(rows.sizes))
         config = local_tiles(config, machine, xs, weights)
+    config = for_products(config, len(xs))
     assert total <= config.block_m and rows.batch == 1
     args = dict(
         sizes=tuple(odd(size) for size in rows.sizes),

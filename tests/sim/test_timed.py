@@ -95,8 +95,9 @@ def test_a_small_all_reduce_spreads_its_weights_over_the_machine() -> None:
         config = Problem(REDUCE, 16, (n,), 64, 8).chosen(node)
         assert (config.block_n, config.other_programs) == (columns, n // columns)
     for n, columns in ((16384, 128), (8192, 64), (4096, 32), (2048, 32)):
-        config = Problem(REDUCE, 128, (n,), 64, 8).chosen(node)
-        assert (config.block_m, config.block_n, config.other_programs) == (128, columns, 0)
+        for rows in (128, 256):
+            config = Problem(REDUCE, rows, (n,), 64, 8).chosen(node)
+            assert (config.block_m, config.block_n, config.other_programs) == (rows, columns, 0)
 
 
 @pytest.mark.parametrize("tokens", [16, 100, 8192])
@@ -109,9 +110,10 @@ def test_an_all_reduce_is_predicted_with_the_configuration_that_is_launched(toke
     assert Problem(REDUCE, tokens, (n,), 64, w).chosen(node) == launched
 
 
+@pytest.mark.parametrize("tokens", [64, 320])  # few rows, and more
 @pytest.mark.parametrize("operation", [GATHER, SCATTER, REDUCE])
-def test_tma_moves_what_pointers_move(operation: str) -> None:
-    problem = Problem(operation, 256, (128, 64), 320, 2)
+def test_tma_moves_what_pointers_move(operation: str, tokens: int) -> None:
+    problem = Problem(operation, tokens, (128, 64), 320, 2)
     config = replace(problem.chosen(SMALL), block_m=64, block_n=64)
     one, two = (time(replace(problem, config=replace(config, tma=tma))) for tma in (False, True))
     assert (one.flops, one.sent, one.memory) == (two.flops, two.sent, two.memory)
