@@ -187,6 +187,8 @@ def _tiles(job: Job, machine: Machine, default: Values) -> Iterator[Values]:
         sides, depths, warps, stages = [16, 32, 64], [16, 32, 64], [4], [1]
     for m, n, k, w, s in product(sides, sides, depths, warps, stages):
         sums = m * n // (32 * w)
+        if job.kernel == "few_rows" and m < at["rows"]:
+            continue
         if m > max(16, 2 * at["rows"] - 1) or n > max(16, 2 * at["cols"] - 1) or sums > MOST_SUMS:
             continue
         if not host and ((wide and (m * n > 64 * 64 or k > 32)) or sums < 4):

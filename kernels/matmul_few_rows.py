@@ -91,7 +91,7 @@ def few_rows_kernel(
     if tl.program_id(0) == 0:
         signals.arrive(peers)
     num_cols = cdiv(N, BLOCK_N)
-    chunks = cdiv(num_cols, group)
+    chunks = tl.where(total > 0, cdiv(num_cols, group), 0)
     stored = tl.full((), -1, tl.int32)
     ticket = signals.take(peers, signals.TILE)
     while ticket < chunks:
@@ -125,10 +125,10 @@ def few_rows_kernel(
                 owner = (rank + step) % world
                 size, offset = shard(sizes, owner, world)
                 local = rows - offset
-                mine = (local >= 0) & (local < size)
+                owned = (local >= 0) & (local < size)
                 out = tl.multiple_of(signals.slot(peers, owner).to(tl.pointer_type(element)), 16)
-                at = (rank * size + local).to(tl.int64)[:, None] * N + cols[None, :]
-                tl.store(out + at, value, mask=mine[:, None] & col_mask[None, :])
+                at = (to_int64(rank) * size + local)[:, None] * N + cols[None, :]
+                tl.store(out + at, value, mask=owned[:, None] & col_mask[None, :])
         stored = ticket
         ticket = signals.take(peers, signals.TILE)
     publish_column(peers, stored)
@@ -136,9 +136,9 @@ def few_rows_kernel(
     begin = to_int64(before) * N
     while ticket < 2 * chunks:
         chunk = ticket - chunks
-        mine = y
+        sums = y
         if BROADCAST:
-            mine = y + begin
+            sums = y + begin
         sum_chunk(
             peers,
             chunk,
@@ -146,7 +146,7 @@ def few_rows_kernel(
             BLOCK_M,
             own,
             bias,
-            mine,
+            sums,
             result_at,
             begin,
             flags + chunk,
@@ -169,8 +169,9 @@ def few_rows_kernel(
             signals.wait_chunk_of_all(peers, flags + chunk)
             for col in range(chunk * group, tl.minimum((chunk + 1) * group, num_cols)):
                 for side in range(2):  # rows before the own ones, and behind
+                    top = tl.where(side == 0, 0, before + own)
                     last = tl.where(side == 0, before, total)
-                    for first in range(side * (before + own), last, PART_M):
+                    for first in range(top, last, PART_M):
                         at, mask, _cols = part_of_tile(first, last, col, N, PART_M, BLOCK_N)
                         tl.store(y + at, tl.load(result + at, mask=mask), mask=mask)
             ticket = signals.take(peers, signals.TILE)

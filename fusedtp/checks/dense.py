@@ -23,7 +23,8 @@ from fusedtp.comm.copies import Part, parts
 from fusedtp.comm.device_view import epoch_words, meet_options, peers_of
 from fusedtp.ops.launch import Config
 from fusedtp.ops.launch import Launch as Planned
-from fusedtp.ops.launch.config import Machine
+from fusedtp.ops.launch.config import Machine, block
+from fusedtp.ops.matmul_reduce_scatter import FEW_ROWS
 from fusedtp.ops.operation import OPERATIONS, FusedKernel, OnRank, Operation, Shared
 from fusedtp.ops.rows import Rows
 from fusedtp.sim.case import Await, Copy, Launch, Signal, Work
@@ -135,7 +136,7 @@ class Call:
     k          columns of x; where they are this rank's own, rank r has k + r, or with tma k + 8 r (in fp8 16 r)
     chunk      rows (gather) or tiles (reduction) that one flag covers
     programs   (senders, others)
-    tile       rows and columns of one
+    tile       rows and columns of one, which has more rows where it must have all
     block_k    columns of x that a step of a product takes; in fp8 at least 32
     copied     ranks whose rows travel by copies beside the kernel, of a gather
     products   of parts of K, that a reduce-scatter adds
@@ -174,8 +175,9 @@ class Call:
     def config(self, machine: Machine) -> Config:
         """Three stages: what the software pipeliner does shall show."""
         senders, others = self.programs
+        one_tile = self.operation in DECLARED and DECLARED[self.operation][1].one_tile
         return Config(
-            self.tile,
+            block(self.rows.total, self.tile, FEW_ROWS) if one_tile else self.tile,
             self.tile,
             max(self.block_k, 32) if in_fp8(self.operation) else self.block_k,
             num_stages=3,

@@ -28,7 +28,7 @@ elements of the working dtype. A group holds two slots of the largest of its cal
     matmul_reduce_scatter              T * N           W * max R_p * N
     scaled_all_gather_matmul           as all_gather_matmul, of rows of K + 16 bytes, K rounded up to 16
     scaled_matmul_reduce_scatter       as matmul_reduce_scatter
-    matmul_all_reduce, small           T * N           W * T * N, of no more than 256 KiB a partial
+    matmul_all_reduce, small           T * N           W * T * N, of no more than 128 KiB a partial
     matmul_all_reduce, larger          T * N           W * ceil(T / W) * N + T * N
     scaled_matmul_all_reduce           as matmul_all_reduce
     all_gather_rows, ...               as the matmul   -

@@ -246,7 +246,8 @@ op = Operation(
             "few_rows_kernel",
             lambda *given: _launched(plan_few_rows_reduce_scatter, *given),
             scatters=True,
-            example=dict(chunk=1, tile=64, widths=(150,)),
+            one_tile=True,
+            example=dict(chunk=1),
         ),
     ),
 )
@@ -444,6 +445,8 @@ def few_rows_config(
     even, found = n % VECTOR == 0, tuned.NOTHING
     if world_size:
         found = tuned.lookup("few_rows", machine, dtype, rows=total, cols=n, even=even, world=world_size)
+    if found.get("block_m", total) < total:  # of fewer rows of this class
+        found = tuned.NOTHING
     shape = tuned.tile(tiles(machine, dtype, total, n, even), found)
     shape = replace(shape, block_m=block(total, shape.block_m, FEW_ROWS))
     if not found:

@@ -151,6 +151,7 @@ class FusedKernel(NamedTuple):
     keeps      if asked to `keep`, the gathered x is one more output, "gathered"
     others     shape of the operands beside x: "NK" weights, "TN" gradients of the outputs, which have no bias
     in_runs    takes rows in runs, Rows with a batch
+    one_tile   is for so few rows that a tile has all of them
     in_fp8     multiplies fp8: the launch quantizes what it is given; results are of its dtype, or of `dtype`
     pairs      takes two operands beside x, of one width
     slot_bytes of the kernel where it is not the only one of its engine
@@ -166,6 +167,7 @@ class FusedKernel(NamedTuple):
     keeps: bool = False
     others: str = "NK"
     in_runs: bool = False
+    one_tile: bool = False
     pairs: bool = False
     in_fp8: bool = False
     slot_bytes: Callable[[Rows, Shared], int] | None = None

@@ -151,7 +151,8 @@ def _kernel(name: str, how: Callable[..., Launch]) -> FusedKernel:
             rows.total, shared.features, len(rows.sizes), shared.dtype, how is prepare_one_shot
         ),
         in_fp8=True,
-        example=dict(chunk=1) | (dict(tile=64, widths=(150,)) if name == "few_rows" else {}),
+        one_tile=how is prepare_few,
+        example=dict(chunk=1),
     )
 
 

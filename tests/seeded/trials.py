@@ -25,9 +25,11 @@ from fusedtp.checks.dense import DECLARED, TILE, Call, SimulatedWorld, gpu, laun
 from fusedtp.sim import Case, Run, Schedule, compare
 from fusedtp.sim.ptx import TARGETS
 
-FUSED = {kernel.function: name for name, (_, kernel) in DECLARED.items() if not kernel.in_fp8}
-FUSED |= {f"{name}_kernel": name for name in experts.OPERATIONS}
-IN_FP8 = {kernel.function: name for name, (_, kernel) in DECLARED.items() if kernel.in_fp8}  # of functions in FUSED
+FUSED: dict[str, list[str]] = {}  # function -> names of its cases
+IN_FP8: dict[str, list[str]] = {}  # of functions in FUSED
+for case, (_, declared) in DECLARED.items():
+    (IN_FP8 if declared.in_fp8 else FUSED).setdefault(declared.function, []).append(case)
+FUSED |= {f"{case}_kernel": [case] for case in experts.OPERATIONS}
 KERNELS = (*FUSED, *(f"{name}_kernel" for name in (*local.KERNELS, "meet")))
 MOST_FUSED = 3  # kernels in which a fault of what they share is tried
 SCHEDULES, WARPS = 4, 16  # of each trial; of a barrier in PTX, which warps show that run one at a time
@@ -68,7 +70,7 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
     if "meet_kernel" in chosen:
         yield strangers("meet", first)
         yield Trial(meeting_case(2, machine=gpu(first)), first)
-    fused = [FUSED[kernel] for kernel in chosen if kernel in FUSED]
+    fused = [name for kernel in chosen for name in FUSED.get(kernel, ())]
     wrapping = [called("calls", calls(name), first, number=2**31 - 2) for name in fused]
     yield from () if only else wrapping
     for name in fused:
@@ -81,7 +83,7 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
             brought = (1,), (), (), (0, 1, 2)
             yield called("copied", [replace(call, copied=by) for call, by in zip(calls(name), brought)], first)
     yield from (pipelined(name, target) for target in targets for name in fused)
-    in_fp8 = [IN_FP8[kernel] for kernel in chosen if kernel in IN_FP8]
+    in_fp8 = [name for kernel in chosen for name in IN_FP8.get(kernel, ())]
     yield from wrapping if only else (called("calls", calls(name)[::3], "sm_90") for name in in_fp8)
 
 
@@ -91,25 +93,19 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
 def calls(name: str) -> list[Call]:
     kernel = DECLARED[name][1] if name in DECLARED else None
     gathers, keeps = "all_gather" in name, bool(kernel and kernel.keeps)
-    widths = (17, 5) if gathers and kernel and not kernel.pairs else (150,) if is_few(name) else (37,)
+    widths = (17, 5) if gathers and kernel and not kernel.pairs else (37,)
     pads = name == "all_gather_wgrad"  # rows of its result to multiples of 16; without any no tile waits
-    tile = 32 if pads else 64 if is_few(name) else TILE
-    first = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps, tile=tile)
+    first = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps, tile=32 if pads else TILE)
     several = replace(first, programs=(2, 2))
     made = [
         first,
-        replace(several, sizes=(3, 0, 2), k=5, batch=2 if kernel and not is_few(name) else 1),
+        replace(several, sizes=(3, 0, 2), k=5, batch=2 if kernel and not kernel.one_tile else 1),
         replace(several, sizes=(0, 0, 0), widths=(0,) if pads else widths),
         replace(several, sizes=(2, 2, 33)),
     ]
     if name in ("matmul_reduce_scatter", "two_shot_all_reduce"):  # windows of two chunks, the last with one
         made[-1] = replace(made[-1], programs=(3, 4), chunk=1)
     return made
-
-
-def is_few(name: str) -> bool:
-    """Whether all rows must fit one tile, and be one run."""
-    return "few_rows" in name
 
 
 def called(what: str, made: Sequence[Call], target: str, number: int = 0) -> Trial:
@@ -122,10 +118,7 @@ def pipelined(name: str, target: str) -> Trial:
     """Whole steps over K, on sm_90 by TMA and by pointers; then one step; then weights that lie as a gradient's."""
     tile, chunk = {"sm_80": 32, "sm_90": 64}[target], 16 if name.startswith("all_gather") else 1
     call = Call(name, (64, 32), (40,), k=128, dtype=torch.float16, tile=tile, block_k=32, chunk=chunk)
-    tails = (40, 24)
-    if is_few(name):
-        call, tails = replace(call, sizes=(tile // 2, tile // 2), widths=(2 * tile,)), (5, 24)
-    first = replace(call, tma=True) if target == "sm_90" else replace(call, sizes=tails)
+    first = replace(call, tma=True) if target == "sm_90" else replace(call, sizes=(40, 24))
     made = [first, call, replace(call, k=32)]
     if name in ("all_gather_matmul", "matmul_reduce_scatter"):
         made.append(replace(first, k=64, transposed=True))
@@ -135,7 +128,11 @@ def pipelined(name: str, target: str) -> Trial:
 def strangers(name: str, target: str) -> Trial:
     """Each waits for rows that the other, in its own call, does not send; or only one does, or none."""
     sizes = [(0, 5), (5, 0)]
-    if name in ("matmul_reduce_scatter", "moe_matmul_combine"):  # what a rank waits for are its own rows
+    if name in (
+        "matmul_reduce_scatter",
+        "few_rows_reduce_scatter",
+        "moe_matmul_combine",
+    ):  # what a rank waits for are its own rows
         sizes = [(5, 0), (0, 5)]
     elif "all_reduce" in name or name == "moe_combine":  # whose ranks send in any case
         sizes = [(0, 0), (0, 0) if name.startswith("one") else (0, 5)]

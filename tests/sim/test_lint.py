@@ -22,13 +22,14 @@ from fusedtp.checks.lint import MAKES_FP8, OWN, PLANS, WITH_FP8, Variant, _case,
 from fusedtp.lint import speed
 from fusedtp.lint.listing import Value, behind
 from fusedtp.lint.resources import resources
+from fusedtp.ops.matmul_reduce_scatter import FEW_ROWS
 from fusedtp.sim import Launch
 from tests.sampling import SAMPLED
 from tests.sim.lint_sample import sample, takes
 
 pytestmark = pytest.mark.slow
 KERNELS = Path(__file__).parents[2] / "kernels"
-EXCHANGING = ("all_gather_", "matmul_reduce", "moe_", "one_shot", "two_shot")
+EXCHANGING = ("all_gather_", "matmul_reduce", "moe_", "one_shot", "two_shot", "few_rows")
 COMMUNICATING = [name for name in OWN if name.startswith(EXCHANGING) and name not in PLANS]
 
 
@@ -97,18 +98,24 @@ def test_no_kernel_breaks_a_rule(reports):
 
 ODD_K = Variant("bf16-odd-k", "bfloat16", 8, 8192, (4096, 2048), 4113, bias=True)
 LOCAL_BYTES = 1024  # of a thread, that CUDA sets aside for every kernel (cudaLimitStackSize)
-MATMULS = [name for name in OWN if "matmul" in name or "gated_kernel" in name or name.endswith("_shot_kernel")]
+MATMULS = [
+    name
+    for name in OWN
+    if "matmul" in name or "gated_kernel" in name or name.endswith(("_shot_kernel", "_rows_kernel"))
+]
 SUMS = (
     "matmul_reduce_scatter_kernel",
     "one_shot_kernel",
     "two_shot_kernel",
+    "few_rows_kernel",
 )  # whose callers pad such operands
 
 
 @pytest.mark.parametrize("kernel", MATMULS)
 def test_addresses_of_rows_that_no_vector_divides_fit_registers(kernel):
     """A kernel that needs more local memory than there is waits for all that run: where ranks share a GPU, for ever."""
-    (made,) = lint.compiled(_case(kernel, "sm_90", ODD_K))
+    variant = replace(ODD_K, rows=FEW_ROWS) if kernel == "few_rows_kernel" else ODD_K
+    (made,) = lint.compiled(_case(kernel, "sm_90", variant))
     used = resources(made)
     assert used.stack <= LOCAL_BYTES and (used.spills == 0 or kernel in SUMS), used
 
@@ -133,11 +140,13 @@ COUNTED = {
     "last = tl.minimum((chunk + 1) * chunk_rows, rows)",
     "chunk = ticket // (window * world) * window + ticket % window",  # chunks of tiles, as is the next
     "chunks = cdiv(cdiv(tiles, group), window) * window",
-    "tiles = cdiv(longest * batch, BLOCK_M) * cdiv(N, BLOCK_N)",  # tiles, as are the next six
+    "tiles = cdiv(longest * batch, BLOCK_M) * cdiv(N, BLOCK_N)",  # tiles, as are the next eight
     "tiles = num_rows * num_cols",
     "for tile in range(chunk * group, last):",
     "for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):",
     "if chunk * group < last_tile:",
+    "for col in range(ticket * group, tl.minimum((ticket + 1) * group, num_cols)):",
+    "for col in range(chunk * group, tl.minimum((chunk + 1) * group, num_cols)):",
     "last = tl.minimum((chunk + 1) * group, num_rows * num_cols)",
     "last_tile = tl.minimum((chunk + 1) * group, num_rows * num_cols)",
     "first = row * BLOCK_M + part * part_rows",  # rows of a tile

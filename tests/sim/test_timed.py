@@ -110,7 +110,7 @@ def test_an_all_reduce_is_predicted_with_the_configuration_that_is_launched(toke
     assert Problem(REDUCE, tokens, (n,), 64, w).chosen(node) == launched
 
 
-@pytest.mark.parametrize("tokens", [64, 320])  # few rows, and more
+@pytest.mark.parametrize("tokens", [64, 512])  # few rows, and more
 @pytest.mark.parametrize("operation", [GATHER, SCATTER, REDUCE])
 def test_tma_moves_what_pointers_move(operation: str, tokens: int) -> None:
     problem = Problem(operation, tokens, (128, 64), 320, 2)
