@@ -30,6 +30,21 @@ LIKE = {"all_gather_matmul": ("all_gather_matmul", "all_gather_gated_matmul")}  
 DTYPES, RANKS = ("bfloat16", "float16"), 8  # of the predictions; fp16 is as fast
 
 
+def steps_of(fused: Mapping[int, bool]) -> measured.Steps:
+    """Whether the fused kernel wins at these numbers of rows, to [(first rows, engine)], rows rising from 0.
+
+    Few rows have a kernel of their own, so it may win at few and at many, and not between; a win between losses is not
+    taken, nor are rows between a win and a loss.
+    """
+    rows = sorted(fused)
+    lost = [at for at in rows if not fused[at]]
+    if not lost:
+        return [(0, "triton")]
+    few, many = [at for at in rows if at < lost[0]], [at for at in rows if at > lost[-1]]
+    first = [(0, "triton"), (few[-1] + 1, "collective")] if few else [(0, "collective")]
+    return first + [(at, "triton") for at in many[:1]]
+
+
 def entries_of(rows: Mapping[str, Mapping[str, float]]) -> list[tables.Entry]:
     """`rows` by "operation model tokens": microseconds, `unfused` and `fused`."""
     times: dict[tuple[str, int], dict[int, dict[str, float]]] = {}
@@ -39,8 +54,7 @@ def entries_of(rows: Mapping[str, Mapping[str, float]]) -> list[tables.Entry]:
         times.setdefault((operation, MODELS[model].hidden), {})[int(tokens)] = seconds
     found = []
     for (operation, width), known in times.items():
-        slowed = {at: {**each, "triton": each["triton"] * MARGIN} for at, each in known.items()}
-        steps = measured.fit(slowed, ("collective", "triton"))
+        steps = steps_of({at: each["triton"] * MARGIN < each["collective"] for at, each in known.items()})
         for dtype in DTYPES:
             for name in LIKE.get(operation, (operation,)):
                 key = measured.Key(name, dtype, RANKS, "processes")._asdict()

@@ -5,6 +5,8 @@ rank r+1            rows of r+2 into slot | publish to r+2 | ...
 
 rank r, triton      tiles are pushed to their owner, a window of r+1's, of r+2's, ..., of the own; between them one is
                     summed that all have pushed here some windows ago (kernels/matmul_reduce_scatter.py)
+rank r, few rows    a tile has the rows of all owners, each of whom gets its own; then the own rows are summed
+                    (kernels/matmul_few_rows.py)
 
 forward  y = sum over ranks of x @ w.T, in rank order, rounded once, + b
 dgrad    dx = all_gather_matmul(dy, w.T)
@@ -182,7 +184,7 @@ def chunked(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: T
 
 
 def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """One launch: tiles are pushed to their owner, who sums them between its products.
+    """One launch: tiles are pushed to their owner, who sums them between its products, or behind them if few.
 
     An owner's slot holds a partial of its rows from every rank at once, so that no sender waits for room. With rows
     that are not split evenly this is more than the scattered tensor: Note [Slot bytes] in comm/workspace.py.

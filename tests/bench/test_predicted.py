@@ -29,16 +29,18 @@ def file(folder: Path, **changes: object) -> Path:
 
 
 @given(st.dictionaries(st.sampled_from([16, 512, 4096, 8192]), st.floats(0.3, 1.5), min_size=1))
-def test_a_fused_kernel_is_taken_where_it_is_predicted_to_be_a_quarter_faster_for_good(shares):
+def test_a_fused_kernel_is_taken_where_it_is_predicted_to_be_a_quarter_faster_on_both_sides(shares):
     rows = {f"matmul_reduce_scatter llama3-8b {t}": {"unfused": 100.0, "fused": 100 * s} for t, s in shares.items()}
     found = predicted.entries_of(rows)
     assert {entry["dtype"] for entry in found} == {"bfloat16", "float16"}
     for entry in found:
         assert not measured.faults(entry, GPU) and entry["width"] == 4096
-        for at in shares:
-            taken = measured.at(entry["engines"], at)[1] == "triton"
-            beyond = [s for t, s in shares.items() if t >= at]
-            assert taken == all(s * predicted.MARGIN * (1 + measured.MARGIN) < 1 for s in beyond)
+        known = sorted(shares)
+        wins = {t: shares[t] * predicted.MARGIN < 1 for t in known}
+        for rows in (0, *known, *(t + 1 for t in known), *(t - 1 for t in known)):
+            to, beyond = known[: sum(t < rows for t in known) + 1], [t for t in known if t >= rows] or known[-1:]
+            few, many = all(map(wins.get, to)), all(map(wins.get, [t for t in known if t <= rows][-1:] + beyond))
+            assert (measured.at(entry["engines"], rows)[1] == "triton") == (few or many), (rows, entry["engines"])
 
 
 def test_what_is_measured_goes_before_what_is_predicted(tmp_path):

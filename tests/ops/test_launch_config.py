@@ -18,8 +18,13 @@ from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
 from fusedtp.ops.launch.config import HOST, VECTOR, Config, tiles
 from fusedtp.ops.launch.operands import described, even_columns, even_depth
 from fusedtp.ops.launch.tuned import REGISTERS
-from fusedtp.ops.matmul_all_reduce import plan_one_shot, plan_two_shot
-from fusedtp.ops.matmul_reduce_scatter import part_args, plan_matmul_reduce_scatter, window_args
+from fusedtp.ops.matmul_all_reduce import plan_few_rows, plan_one_shot, plan_two_shot
+from fusedtp.ops.matmul_reduce_scatter import (
+    part_args,
+    plan_few_rows_reduce_scatter,
+    plan_matmul_reduce_scatter,
+    window_args,
+)
 from fusedtp.ops.moe.combine import part_columns, returning
 from fusedtp.ops.moe.dispatch import pulling
 from fusedtp.ops.rows import Rows
@@ -64,6 +69,8 @@ def test_a_grid_counts_on_one_program_a_multiprocessor(programs):
         assert gathered.programs == programs
         for launch in (
             plan_matmul_reduce_scatter(view, 1, w, [full], [weight], None, rows, *end)[0],
+            plan_few_rows_reduce_scatter(view, 1, w, [full[:128]], [weight], None, Rows((16,) * w), *end)[0],
+            plan_few_rows(view, 1, w, x[:100], weight, None, *end)[0],
             plan_one_shot(view, 1, w, x[:16], weight, None, *end)[0],
             plan_two_shot(view, 1, w, full, weight, None, *end)[0],
         ):

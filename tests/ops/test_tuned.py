@@ -22,7 +22,7 @@ from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul, with_senders
 from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
 from fusedtp.ops.launch import tuned
 from fusedtp.ops.launch.config import ALL_REGISTERS, HOST, Config, tiles
-from fusedtp.ops.matmul_all_reduce import plan_two_shot
+from fusedtp.ops.matmul_all_reduce import plan_few_rows, plan_two_shot
 from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, reduction
 from fusedtp.ops.rows import Rows
 from tests.ops.tables import (
@@ -86,7 +86,7 @@ def test_a_class_is_a_range_of_extents(axis, a, b):
 def full(tmp_path_factory) -> Path:
     """A table with another configuration for every class of small extents."""
     random, table = Random(0), []
-    for kernel in ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "two_shot"):
+    for kernel in ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "two_shot", "few_rows"):
         axes = tuned.KERNELS[kernel].axes
         for rows, other, even, world in product((0, 1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64), (0, 1), (2, 3)):
             values = TILE | dict(group=random.randint(1, 9), chunk=random.randint(1, 200))
@@ -124,11 +124,12 @@ def test_ranks_agree_on_what_travels(full, sizes, ns, ks, shared, shared_gpu):
             x, w = torch.empty(sum(sizes), k), torch.empty(shared, k)
             one = plan_matmul_reduce_scatter(*at, [x], [w], None, rows, 1, None, machine)[0]
             two = plan_two_shot(*at, x, w, None, 1, None, machine)[0]
-            reductions.add(
-                tuple(launch.args[name] for launch in (one, two) for name in ("BLOCK_M", "BLOCK_N", "GROUP", "group"))
-            )
+            few = plan_few_rows(*at, x, w, None, 1, None, machine)[0]
+            assert few.args["BLOCK_M"] >= sum(sizes)
+            cut = ("BLOCK_M", "BLOCK_N", "GROUP", "group")
+            reductions.add(tuple(launch.args[name] for launch in (one, two, few) for name in cut))
             if shared_gpu:
-                assert max(launch.programs, one.programs) <= machine.programs
+                assert max(launch.programs, one.programs, few.programs) <= machine.programs
         assert tuned.digest(machine) and any("default" not in line for line in tuned.report())
         assert len(gathers) == len(reductions) == 1
 
