@@ -172,7 +172,11 @@ FEW_ROWS_VARIANTS = {
     name: replace(variant, rows=FEW_ROWS if variant.world_size == 8 and variant.dtype != "float32" else 64)
     for name, variant in SCATTER_VARIANTS.items()
     if variant.batch == 1
-}
+} | named(
+    replace(VARIANTS["bf16"], name="bf16-wide", rows=FEW_ROWS, widths=(16384,)),
+    replace(SCATTER_VARIANTS["bf16-dgrad"], name="bf16-dgrad-wide", rows=FEW_ROWS, widths=(16384,)),
+    replace(FP8_VARIANTS["fp8-rows"], name="fp8-rows-wide", rows=FEW_ROWS, widths=(16384,)),
+)
 GATHER_VARIANTS = (
     FUSED_VARIANTS
     | FP8_VARIANTS
@@ -214,7 +218,9 @@ ELEMENTWISE_VARIANTS = named(
 # Of 8 experts a rank; `dtype` is of ids.
 PLAN_VARIANTS = named(Variant("int64", "int64", 8, 8192, (16,), 16), Variant("int32-few", "int32", 2, 6, (16,), 16))
 
-EVERY_VARIANT = PLAN_VARIANTS | SCATTER_VARIANTS | LOCAL_VARIANTS | GROUPED_VARIANTS | ARRIVING_VARIANTS
+EVERY_VARIANT = (
+    PLAN_VARIANTS | SCATTER_VARIANTS | FEW_ROWS_VARIANTS | LOCAL_VARIANTS | GROUPED_VARIANTS | ARRIVING_VARIANTS
+)
 
 
 def variants_of(kernel: str) -> dict[str, Variant]:

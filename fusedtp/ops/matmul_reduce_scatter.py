@@ -452,6 +452,8 @@ def few_rows_config(
     shape = tuned.tile(tiles(machine, dtype, total, n, even), found)
     shape = replace(shape, block_m=block(total, shape.block_m, FEW_ROWS))
     if not found:
+        if shape.block_m > 128:  # more would not fit the registers
+            shape = replace(shape, block_n=min(shape.block_n, 64))
         shape = narrowed(shape, machine, total, n, every=True)
     if not found and machine.clock == "cuda":
         step = shape.block_k * dtype.itemsize
