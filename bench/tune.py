@@ -135,7 +135,8 @@ def reduction_kernel(rows: int, n: int, dtype: str) -> str:
     """Which kernel an all-reduce of [rows, n] is."""
     if is_one_shot(rows, n, getattr(torch, dtype)):
         return "one_shot"
-    return "few_rows" if are_few(Rows((rows,)), n, getattr(torch, dtype)) else "two_shot"
+    found = scatter_kernel(rows, n, dtype)
+    return "two_shot" if found == "matmul_reduce_scatter" else found
 
 
 def scatter_kernel(rows: int, n: int, dtype: str) -> str:

@@ -334,7 +334,7 @@ def prepare_few(
 
 
 def kernel_for(rows: Rows, n: int, dtype: torch.dtype) -> Callable[..., Launch]:
-    """What prepares the launch for y of [rows.total, n]."""
+    """What prepares the launch of an all-reduce whose y is [rows.total, n]."""
     if is_one_shot(rows.total, n, dtype):
         return prepare_one_shot
     return prepare_few if are_few(rows, n, dtype) else prepare_two_shot

@@ -16,7 +16,7 @@ saved    x and the weight
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -200,7 +200,7 @@ def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Te
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, xs[0], [*xs[1:], *weights, bias])
-            how = prepare_few_rows if are_few(rows, weights[0].shape[0], xs[0].dtype) else prepare
+            how = kernel_for(rows, weights[0].shape[0], xs[0].dtype)
             launch = plan.launches[key] = how(view, xs, weights, rows, None, machine_for(view, xs[0]))
         y = xs[0].new_empty(plan.own_rows, weights[0].shape[0])
         launch.run(view, y.device, None, pointers(launch, plan.peers(view), xs, weights, bias, y))
@@ -305,9 +305,17 @@ def for_products(config: Config, count: int) -> Config:
 
 
 def are_few(rows: Rows, n: int, dtype: torch.dtype) -> bool:
-    """Whether the rows of all ranks are multiplied together: one tile has them all, each rank's in one run."""
+    """Whether the rows of all ranks are multiplied together: one tile has them all, each rank's in one run.
+
+    dtype   of y [., n]; all that is asked is the same on every rank, as the kernel must be
+    """
     most = FEW_ROWS if dtype.itemsize <= 2 and n % VECTOR == 0 else FEW_ROWS // 4  # see `tiles`
     return rows.batch == 1 and rows.total <= most
+
+
+def kernel_for(rows: Rows, n: int, dtype: torch.dtype) -> Callable[..., Launch]:
+    """What prepares the launch of a reduce-scatter whose whole y is [rows.total, n]."""
+    return prepare_few_rows if are_few(rows, n, dtype) else prepare
 
 
 def prepare_few_rows(
@@ -428,7 +436,7 @@ def narrowed(shape: Config, machine: Machine, rows: int, n: int, *, every: bool 
 
     A product of few rows takes as long as the weights take to come, and one program loads only so fast.
 
-    every   program does both
+    every   program does both, so that there are as many of each as programs
     """
     while shape.block_n > NARROWEST:
         half = replace(shape, block_n=shape.block_n // 2)

@@ -1,6 +1,6 @@
 """y [T_r, N] = reduce_scatter((x_scale * x) [T, K_r] @ (w_scale * w) [N, K_r].T) + b of fp8 operands.
 
-The reduce-scatter of matmul_reduce_scatter, by the same kernel. Products are of fp8; scales are each rank's own, so a
+The reduce-scatter of matmul_reduce_scatter, by the same kernels. Products are of fp8; scales are each rank's own, so a
 partial is scaled, in fp32, before it is rounded to the dtype of the result, in which it travels:
 
 rank r, chunked     rows of r+1, scaled, into slot | publish to r+1 | rows of r+2 | ... | own rows | wait for all | sum
@@ -26,7 +26,7 @@ from . import fp8
 from .launch.plain import scale_step
 from .launch.run import check, machine_for
 from .matmul import sum_in_rank_order
-from .matmul_reduce_scatter import are_few, pointers, prepare, prepare_few_rows, scatter_slot_bytes
+from .matmul_reduce_scatter import kernel_for, pointers, prepare, prepare_few_rows, scatter_slot_bytes
 from .operation import FusedKernel, OnRank, Operation, Plan, Shared, Spec
 from .rows import rows_of_full
 from .shards import arrived_partials, partials_of, ring
@@ -132,7 +132,7 @@ def triton(
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [], max(rows.total, *w.shape), fp8.FORMATS)
-            how = prepare_few_rows if are_few(rows, w.shape[0], dtype) else prepare
+            how = kernel_for(rows, w.shape[0], dtype)
             launch = scaled(how(view, [x], [w], rows, None, machine_for(view, x)), x_scale, w_scale)
             plan.launches[key] = launch
         y = x.new_empty(plan.own_rows, w.shape[0], dtype=dtype)

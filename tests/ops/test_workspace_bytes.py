@@ -57,7 +57,7 @@ def test_a_slot_of_ragged_rows(operation, engine, dtype):
         assert world(W).run(call, *arguments, fresh=True) == [want] * W, sizes
 
 
-@pytest.mark.parametrize("rows, width", [(5, 700), (32, 1024), (33, 1024)])
+@pytest.mark.parametrize("rows, width", [(5, 700), (32, 1024), (33, 1024), (65, 1024)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_slot_of_an_all_reduce_in_one_shot_and_in_two(engine, rows, width):
     sizes = (rows, 0, 0)  # as its operands are: every rank has all rows
