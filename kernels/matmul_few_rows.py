@@ -4,15 +4,16 @@
     w_i      [N, K_i]
     y        [R_r, N]    rows of this rank, summed over ranks; of an all-reduce [T, N], the same bits on every rank
 
-matmul_reduce_scatter.py multiplies each owner's rows apart. Of few rows each tile takes as long as its block of w takes
-to come to an SM, and every block comes once an owner. Here a tile has the rows of all owners, and each owner gets its
-own. A call is short, and so has three phases in place of rounds; programs take work as they are free, in this order:
+matmul_reduce_scatter.py multiplies each owner's rows apart. With few rows a tile takes as long as its block of w takes
+to reach an SM, and each block is loaded once per owner. Here a tile holds the rows of all owners, and each owner is
+sent its own. A call is short, so it has three phases rather than rounds. Programs take work as they become free, in
+this order:
 
     products    column 0      column 1      ...   multiply, store each owner's rows in its slot, publish to all
     sums        own rows of column 0 of all sources, then of column 1 ...
     copies      of an all-reduce: what the owners of column 0 pushed, into y, then of column 1 ...
 
-A program waits for columns that all were taken before, with nothing unpublished (Note [Late publish] in
+A program waits only for columns that have all been taken, and with nothing unpublished (Note [Late publish] in
 matmul_reduce_scatter.py), so one resident program a rank is enough. Slots, partials and sums are those of
 matmul_reduce_scatter.py and matmul_all_reduce.py: partials are summed in fp32 in rank order and rounded once.
 """
