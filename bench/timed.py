@@ -32,9 +32,12 @@ from fusedtp.checks.timeline import html
 from fusedtp.comm.copies import parts, pieces_of
 from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops import launch
+from fusedtp.ops.all_gather_matmul import are_few as are_few_to_gather
 from fusedtp.ops.all_gather_matmul import (
+    few_rows_tile,
     gather_slot_bytes,
     plan_all_gather_matmul,
+    plan_few_rows_gather,
     with_senders,
     without_senders,
 )
@@ -106,7 +109,9 @@ class Problem:
 
     @property
     def few(self) -> bool:
-        """Whether a reduction multiplies the rows of all ranks together."""
+        """Whether the rows of all ranks are multiplied together."""
+        if self.operation == GATHER:
+            return self.transport == PROGRAMS and are_few_to_gather(self.rows, self.dtype)
         one = self.operation == REDUCE and is_one_shot(self.tokens, self.widths[0], self.dtype)
         return not one and are_few(self.rows, self.widths[0], self.dtype)
 
@@ -115,6 +120,9 @@ class Problem:
         if self.config is not None:
             return self.config
         machine, owned, n = machine_of(node), max(self.rows.sizes), self.widths[0]
+        if self.operation == GATHER and self.few:
+            at = dict(rows=self.tokens, cols=sum(self.widths), k=self.k, even=True)
+            return few_rows_tile(machine, self.dtype, self.world_size, **at)
         if self.operation == GATHER:
             shape = tiles(machine, self.dtype, self.tokens, sum(self.widths))
             config = with_senders(shape, machine, self.rows, FLAGS_PER_SOURCE)
@@ -177,9 +185,9 @@ def fused_run(problem: Problem, node: Node) -> Run:
         x = torch.empty(height, p.k, dtype=p.dtype)
         weights = [torch.empty(width, p.k, dtype=p.dtype) for width in p.widths]
         if p.operation == GATHER:
-            planned, _, _ = plan_all_gather_matmul(
-                view, rank, w, x, weights, [None] * len(weights), rows, SIGNATURE, False, config, machine
-            )
+            gather = plan_few_rows_gather if p.few else plan_all_gather_matmul
+            biases = [None] * len(weights)
+            planned, _, _ = gather(view, rank, w, x, weights, biases, rows, SIGNATURE, False, config, machine)
         elif p.operation == SCATTER:
             plan = plan_few_rows_reduce_scatter if p.few else plan_matmul_reduce_scatter
             planned, _ = plan(view, rank, w, [x], weights[:1], None, rows, SIGNATURE, config, machine)

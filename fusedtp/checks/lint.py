@@ -19,6 +19,7 @@ import torch
 from fusedtp.comm.device_view import epoch_words, meet_options, peers_of
 from fusedtp.lint import TARGETS, CompileCase, Report, Target, check_cases, table
 from fusedtp.lint import target as target_named
+from fusedtp.ops.all_gather_matmul import FEW_ROWS as GATHERED_FEW
 from fusedtp.ops.launch import (
     Launch,
     Machine,
@@ -183,6 +184,11 @@ GATHER_VARIANTS = (
     | named(replace(VARIANTS["bf16"], name="bf16-dgrad", widths=(4096,), bias=False, keep=True, transposed=True))
 )
 
+FEW_TO_GATHER = {
+    name: replace(variant, rows=GATHERED_FEW if variant.dtype != "float32" else GATHERED_FEW // 4)
+    for name, variant in GATHER_VARIANTS.items()
+} | named(replace(VARIANTS["bf16"], name="bf16-least", rows=16))
+
 # Their default is TMA where the target has it; beside it pointers, TF32, and fp8 where there are units for it.
 LOCAL_VARIANTS = VARIANTS | named(
     Variant("bf16-pointers", "bfloat16", 1, 8192, (4096,), 4096, targets=("sm_90", "sm_100"), tma=False),
@@ -219,7 +225,13 @@ ELEMENTWISE_VARIANTS = named(
 PLAN_VARIANTS = named(Variant("int64", "int64", 8, 8192, (16,), 16), Variant("int32-few", "int32", 2, 6, (16,), 16))
 
 EVERY_VARIANT = (
-    PLAN_VARIANTS | SCATTER_VARIANTS | FEW_ROWS_VARIANTS | LOCAL_VARIANTS | GROUPED_VARIANTS | ARRIVING_VARIANTS
+    PLAN_VARIANTS
+    | SCATTER_VARIANTS
+    | FEW_ROWS_VARIANTS
+    | FEW_TO_GATHER
+    | LOCAL_VARIANTS
+    | GROUPED_VARIANTS
+    | ARRIVING_VARIANTS
 )
 
 
@@ -240,6 +252,8 @@ def variants_of(kernel: str) -> dict[str, Variant]:
     of |= dict.fromkeys(("one_shot_kernel", "two_shot_kernel"), FUSED_VARIANTS | FP8_VARIANTS)
     of |= {
         "few_rows_kernel": FEW_ROWS_VARIANTS,
+        "few_rows_gather_kernel": FEW_TO_GATHER,
+        "few_rows_gated_kernel": {n: v for n, v in FEW_TO_GATHER.items() if not v.dtype.startswith("float8")},
         "matmul_kernel": LOCAL_VARIANTS,
         "moe_matmul_combine_kernel": RETURNING_VARIANTS,
     }

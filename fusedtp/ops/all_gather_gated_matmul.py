@@ -6,6 +6,7 @@ so that the hidden state is written once. Rows travel as in all_gather_matmul.
 rank r, chunked    copy x to slot | publish | g, u, y of x    | wait r+1 | g, u, y of x_{r+1} | ...
 rank r, triton     some programs push x to every peer; a tile of the others sums both products from the same blocks of
                    x and activates them before they are rounded (kernels/all_gather_gated_matmul.py)
+rank r, few rows   likewise, with tiles of all ranks' rows, once they have come together
 
 forward  y = act(g) * u
 dgrad    dx = matmul_reduce_scatter([dg, du], [gate.T, up.T]), with dg and du of y's gradient
@@ -16,6 +17,7 @@ saved    the shard of x, both weights, g and u; under activation checkpointing a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +31,9 @@ from fusedtp.comm.launching import Launch, layouts
 
 from . import cpu, pointwise
 from .all_gather_matmul import (
+    are_few,
     column_grads,
+    few_rows_args,
     gather_args,
     gather_slot_bytes,
     sending_of,
@@ -38,8 +42,8 @@ from .all_gather_matmul import (
 )
 from .all_gather_matmul import reference as linear_reference
 from .launch import pointwise as launcher
-from .launch.config import Config, Machine
-from .launch.operands import by_pointers, local_config, of_vectors
+from .launch.config import Config, Machine, deep, narrowed
+from .launch.operands import LOW, by_pointers, local_config, of_vectors
 from .launch.run import check, machine_for, of_one_layout
 from .main_grad import MainGrad, main_grads_of
 from .matmul import linear, matmul_into, to_fp32
@@ -244,9 +248,9 @@ def triton(
     plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], act: str, products: bool, keep: bool
 ) -> Result:  # fmt: skip
     """One launch: programs push x to all peers, or copies bring it, while the others multiply and activate."""
-    rows = plan.rows
+    rows, together = plan.rows, are_few(plan.rows, x.dtype)
     with plan.call() as call:
-        copies = call.copies() if plan.copies else None
+        copies = call.copies() if plan.copies and not together else None
         x = x if copies is None else x.contiguous()
         weights = of_one_layout(weights)
         view = call.kernel_view()
@@ -255,7 +259,10 @@ def triton(
         if launch is None:
             check(view, plan.slot_bytes, x, [*weights, *biases], rows.total)
             machine = machine_for(view, x)
-            launch = prepare(view, x, weights, rows, act, products, None, machine, copies is not None)
+            if together:
+                launch = prepare_few_rows(x, weights, rows, act, products, None, machine)
+            else:
+                launch = prepare(view, x, weights, rows, act, products, None, machine, copies is not None)
             plan.launches[key] = launch
         outs = outputs(x, weights, rows, products, keep)
         sending = None if copies is None else sending_of(copies, plan.comm.rank, x, rows, launch.config)
@@ -273,12 +280,12 @@ def _fake(
 
 
 def _launched(
-    at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool, copied: bool, _: Any
+    plan: Any, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool, *how: Any
 ) -> tuple[Launch, dict[str, Tensor]]:  # fmt: skip
     """For the checks, which compare both products: y is rounded, and the properties hold it."""
-    launch, (_, g, u, *gathered) = plan_all_gather_gated_matmul(
+    launch, (_, g, u, *gathered) = plan(
         at.view, at.rank, at.world_size, x, weights, biases, at.rows, at.sig, "silu", True, keep, at.config, at.machine,
-        copied,
+        *how,
     )  # fmt: skip
     return launch, {"y0": g, "y1": u, **({"gathered": gathered[0]} if keep else {})}
 
@@ -309,7 +316,18 @@ op = Operation(
         FusedKernel(
             "all_gather_gated_matmul",
             "all_gather_gated_matmul_kernel",
-            _launched,
+            lambda *given: _launched(plan_all_gather_gated_matmul, *given[:-1]),
+            gathers=True,
+            keeps=True,
+            in_runs=True,
+            pairs=True,
+            formula=linear_reference,
+            example=dict(widths=(33,), keep=True),
+        ),
+        FusedKernel(
+            "few_rows_gated",
+            "few_rows_gated_kernel",
+            lambda *given: _launched(plan_few_rows_gated, *given[:-2]),
             gathers=True,
             keeps=True,
             in_runs=True,
@@ -351,15 +369,44 @@ def prepare(
         tile = of_vectors(tile, machine, x, *weights)
         config = with_senders(tile, machine, rows, view.flags_per_source, x.dtype, k)
     config = without_senders(config, machine) if by_copies else config
-    args = dict(
-        **gather_args(x, rows, config, machine),
+    args = gather_args(x, rows, config, machine) | gated_args(config, weights, act)
+    return Launch(all_gather_gated_matmul_kernel, config.programs, args, config)
+
+
+def prepare_few_rows(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    rows: Rows,
+    act: str,
+    products: bool,
+    config: Config | None,
+    machine: Machine,
+) -> Launch:
+    """The launch for few rows, likewise: all programs send, then multiply."""
+    from fusedtp.kernels.all_gather_few_rows import few_rows_gated_kernel
+
+    if config is None:
+        n = weights[0].shape[0]
+        tile = by_pointers(local_config(machine, x.dtype, "ieee", rows.total, n, 2, products))
+        if 0 < machine.capability < 90:  # taller ones spill
+            tile = replace(tile, block_m=min(tile.block_m, LOW))
+        tile = deep(narrowed(tile, machine, rows.total, n, every=True), machine, x.dtype, weights=2)
+        tile = of_vectors(tile, machine, *weights)
+        config = replace(tile, send_programs=machine.programs, other_programs=0)
+    args = few_rows_args(x, rows, config, machine) | gated_args(config, weights, act)
+    return Launch(few_rows_gated_kernel, config.programs, args, config)
+
+
+def gated_args(config: Config, weights: Sequence[Tensor], act: str) -> dict[str, Any]:
+    """The arguments of both kernels that tell of the weights [N, K]."""
+    n, k = weights[0].shape
+    return dict(
         stride_wn=weights[0].stride(0),
         stride_wk=weights[0].stride(1),
         N=n,
         EVEN_K=k % config.block_k == 0,
         ACT=act,
     )
-    return Launch(all_gather_gated_matmul_kernel, config.send_programs + config.other_programs, args, config)
 
 
 def outputs(x: Tensor, weights: Sequence[Tensor], rows: Rows, products: bool, keep: bool) -> Result:
@@ -412,6 +459,44 @@ def plan_all_gather_gated_matmul(
     """The whole launch, not yet run, and its outputs; see `prepare` and `pointers`."""
     weights = of_one_layout(weights)
     launch = prepare(view, x, weights, rows, act, products, config, machine, by_copies)
+    return _planned(launch, view, rank, world_size, x, weights, biases, rows, sig, products, keep, machine)
+
+
+def plan_few_rows_gated(
+    view: Any,
+    rank: int,
+    world_size: int,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    rows: Rows,
+    sig: int,
+    act: str,
+    products: bool,
+    keep: bool,
+    config: Config | None,
+    machine: Machine,
+) -> tuple[Launch, Result]:
+    """The same of few rows."""
+    weights = of_one_layout(weights)
+    launch = prepare_few_rows(x, weights, rows, act, products, config, machine)
+    return _planned(launch, view, rank, world_size, x, weights, biases, rows, sig, products, keep, machine)
+
+
+def _planned(
+    launch: Launch,
+    view: Any,
+    rank: int,
+    world_size: int,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    rows: Rows,
+    sig: int,
+    products: bool,
+    keep: bool,
+    machine: Machine,
+) -> tuple[Launch, Result]:
     outs = outputs(x, weights, rows, products, keep)
     peers = peers_of(view, rank, world_size, sig, machine.clock)
     return launch.given(pointers(peers, x, weights, biases, outs, products)), outs

@@ -6,6 +6,8 @@ rank r+1            copy x to slot | publish | x @ w      | wait r+2 | ...
 
 rank r, triton      some programs push x to every peer, then multiply as all the others do what has arrived,
                     own rows first, then those of rank r-1, r-2, ... (kernels/all_gather_matmul.py)
+rank r, few rows    all programs push x to every rank, then multiply the rows of all ranks together
+                    (kernels/all_gather_few_rows.py)
 
 forward  y_i = all_gather(x) @ w_i.T + b_i
 dgrad    dx = matmul_reduce_scatter(dy_i, w_i.T), summed over i before the exchange
@@ -32,7 +34,18 @@ from fusedtp.comm.launching import Launch, layouts
 
 from . import column_backward
 from .launch import tuned
-from .launch.config import VECTOR, Config, Machine, gather_chunk, gather_programs, power_of_two, tiles
+from .launch.config import (
+    ALL_REGISTERS,
+    VECTOR,
+    Config,
+    Machine,
+    deep,
+    gather_chunk,
+    gather_programs,
+    narrowed,
+    power_of_two,
+    tiles,
+)
 from .launch.operands import of_vectors, weight_descriptors, weights_by_tma
 from .launch.run import check, machine_for
 from .main_grad import MainGrad, accumulate_grad, main_grads_of, wgrad_dtype
@@ -55,6 +68,12 @@ from .operation import (
 )
 from .rows import Rows, rows_of_shard
 from .shards import shards_as_they_arrive
+
+FEW_ROWS = 512  # of all ranks, that are brought together before they are multiplied
+PARTS = 16  # of a row on its way, so that all programs send
+WIDEST = (
+    128  # columns of a tile of few rows, or of fp8: for more, sums, scales and addresses fit no registers on sm_100
+)
 
 Result = list[Tensor]  # y_i, and the gathered x if `keep`
 
@@ -226,17 +245,20 @@ def chunked(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | 
 
 def triton(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool) -> Result:
     """One launch: programs push x to all peers, or copies bring it, while the others multiply."""
-    rows = plan.rows
+    rows, together = plan.rows, are_few(plan.rows, x.dtype)
     with plan.call() as call:
-        copies = call.copies() if plan.copies else None
+        copies = call.copies() if plan.copies and not together else None
         x = x if copies is None else x.contiguous()
         view = call.kernel_view()
         key = copies is None, layouts(x, *weights)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [*weights, *biases], rows.total)
-            machine, by_copies = machine_for(view, x), copies is not None
-            launch = prepare(view, x, weights, rows, None, machine, by_copies)
+            machine = machine_for(view, x)
+            if together:
+                launch = prepare_few_rows(x, weights, rows, None, machine)
+            else:
+                launch = prepare(view, x, weights, rows, None, machine, copies is not None)
             plan.launches[key] = launch
         outputs = []
         for w in weights:
@@ -255,11 +277,11 @@ def _fake(spec: Spec, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Ten
 
 
 def _launched(
-    at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool, copied: bool, _: Any
+    plan: Any, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool, *how: Any
 ) -> tuple[Launch, dict[str, Tensor]]:  # fmt: skip
-    launch, ys, gathered = plan_all_gather_matmul(
-        at.view, at.rank, at.world_size, x, weights, biases, at.rows, at.sig, keep, at.config, at.machine, copied
-    )  # fmt: skip
+    launch, ys, gathered = plan(
+        at.view, at.rank, at.world_size, x, weights, biases, at.rows, at.sig, keep, at.config, at.machine, *how
+    )
     outputs = {f"y{i}": y for i, y in enumerate(ys)}
     return launch, outputs if gathered is None else {**outputs, "gathered": gathered}
 
@@ -287,7 +309,16 @@ op = Operation(
         FusedKernel(
             "all_gather_matmul",
             "all_gather_matmul_kernel",
-            _launched,
+            lambda *given: _launched(plan_all_gather_matmul, *given[:-1]),
+            gathers=True,
+            keeps=True,
+            in_runs=True,
+            example=dict(widths=(17, 5), keep=True),
+        ),
+        FusedKernel(
+            "few_rows_gather",
+            "few_rows_gather_kernel",
+            lambda *given: _launched(plan_few_rows_gather, *given[:-2]),
             gathers=True,
             keeps=True,
             in_runs=True,
@@ -330,19 +361,32 @@ def prepare(
         config = choose_config("all_gather_matmul", machine, x.dtype, rows, view.flags_per_source, k, **at)
         config = gather_tiles(config, machine, x, weights)
     config = without_senders(config, machine) if copied else config
-    tma, across = weights_by_tma(config, weights)
     args = dict(
         **gather_args(x, rows, config, machine),
-        TMA=tma,
-        ACROSS=across,
-        HALVES=tma and config.block_n == 256,
-        widths=tuple(w.shape[0] for w in weights),
-        strides_wn=tuple(w.stride(0) for w in weights),
-        strides_wk=tuple(w.stride(1) for w in weights),
-        NUM_WEIGHTS=len(weights),
-        EVEN_K=k % config.block_k == 0,
+        **weight_args(config, weights, x.shape[1]),
+        HALVES=config.block_n == 256 and weights_by_tma(config, weights)[0],
     )
-    return Launch(all_gather_matmul_kernel, config.send_programs + config.other_programs, args, config)
+    return Launch(all_gather_matmul_kernel, config.programs, args, config)
+
+
+def are_few(rows: Rows, dtype: torch.dtype) -> bool:
+    """Whether the rows of all ranks are brought together first. All that is asked is the same on every rank, as the
+    kernel must be.
+
+    dtype   of what is multiplied; fp32 takes so long that sending beside it is worth more
+    """
+    return rows.total <= (FEW_ROWS if dtype.itemsize <= 2 else FEW_ROWS // 4)
+
+
+def prepare_few_rows(
+    x: Tensor, weights: Sequence[Tensor], rows: Rows, config: Config | None, machine: Machine
+) -> Launch:
+    """The launch for few rows, likewise."""
+    from fusedtp.kernels.all_gather_few_rows import few_rows_gather_kernel
+
+    config = few_rows_config(machine, x.dtype, rows, weights, x.shape[1]) if config is None else config
+    args = dict(**few_rows_args(x, rows, config, machine), **weight_args(config, weights, x.shape[1]))
+    return Launch(few_rows_gather_kernel, config.programs, args, config)
 
 
 def pointers(
@@ -391,10 +435,64 @@ def plan_all_gather_matmul(
 ) -> tuple[Launch, list[Tensor], Tensor | None]:
     """The whole launch, not yet run, and its outputs; see `prepare` and `pointers`."""
     launch = prepare(view, x, weights, rows, config, machine, copied)
+    return _planned(launch, view, rank, world_size, x, weights, biases, rows, sig, keep, machine)
+
+
+def plan_few_rows_gather(
+    view: Any,
+    rank: int,
+    world_size: int,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    rows: Rows,
+    sig: int,
+    keep: bool,
+    config: Config | None,
+    machine: Machine,
+) -> tuple[Launch, list[Tensor], Tensor | None]:
+    """The same of few rows."""
+    launch = prepare_few_rows(x, weights, rows, config, machine)
+    return _planned(launch, view, rank, world_size, x, weights, biases, rows, sig, keep, machine)
+
+
+def _planned(
+    launch: Launch,
+    view: Any,
+    rank: int,
+    world_size: int,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    rows: Rows,
+    sig: int,
+    keep: bool,
+    machine: Machine,
+) -> tuple[Launch, list[Tensor], Tensor | None]:
     outputs = [x.new_empty(rows.total, w.shape[0]) for w in weights]
     gathered = x.new_empty(rows.total, x.shape[1]) if keep else None
     peers = peers_of(view, rank, world_size, sig, machine.clock)
     return launch.given(pointers(launch, peers, x, weights, biases, outputs, gathered)), outputs, gathered
+
+
+def few_rows_config(machine: Machine, dtype: torch.dtype, rows: Rows, weights: Sequence[Tensor], k: int) -> Config:
+    """Configuration for few rows and weights [N_i, K]: all programs send, then multiply."""
+    cols, even = sum(w.shape[0] for w in weights), all(w.shape[0] % VECTOR == 0 for w in weights)
+    config = few_rows_tile(machine, dtype, len(rows.sizes), rows=rows.total, cols=cols, k=k, even=even)
+    by_tma, _ = weights_by_tma(config, weights)
+    return of_vectors(config, machine, *(() if by_tma else weights))
+
+
+@tuned.remembered
+def few_rows_tile(machine: Machine, dtype: torch.dtype, world: int, **output: int) -> Config:
+    """The same for an output of so many `rows` and `cols`, k deep; `even`: as tiles has it."""
+    found = tuned.lookup("all_gather_matmul", machine, dtype, world=world, **output)
+    shape = tuned.tile(tiles(machine, dtype, output["rows"], output["cols"], bool(output["even"])), found)
+    if not found:
+        if shape.block_n > WIDEST:
+            shape = replace(shape, block_n=WIDEST, max_registers=ALL_REGISTERS)
+        shape = deep(narrowed(shape, machine, output["rows"], output["cols"], every=True), machine, dtype)
+    return replace(shape, send_programs=machine.programs, other_programs=0)
 
 
 @tuned.remembered
@@ -439,6 +537,38 @@ def without_senders(config: Config, machine: Machine) -> Config:
 def sending_of(copies: Copies, rank: int, x: Tensor, rows: Rows, config: Config) -> Sending:
     """x [R_r, K], contiguous, on its way to where the kernel looks for it: the gathered tensor in the peers' slots."""
     return copies.of(x, rows.batch * rows.offset(rank) * x.shape[1] * x.element_size(), config.chunk)
+
+
+def weight_args(config: Config, weights: Sequence[Tensor], k: int) -> dict[str, Any]:
+    """The arguments of a kernel that takes several weights [N_i, K]; `pointers` has the rest."""
+    tma, across = weights_by_tma(config, weights)
+    return dict(
+        TMA=tma,
+        ACROSS=across,
+        widths=tuple(w.shape[0] for w in weights),
+        strides_wn=tuple(w.stride(0) for w in weights),
+        strides_wk=tuple(w.stride(1) for w in weights),
+        NUM_WEIGHTS=len(weights),
+        EVEN_K=k % config.block_k == 0,
+    )
+
+
+def few_rows_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> dict[str, Any]:
+    """The arguments that both kernels of few rows take: a piece is part of a row's columns, whole cache lines of it."""
+    on_host = machine.clock == "host"
+    part = power_of_two(-(-x.shape[1] // (2 if on_host else PARTS)))
+    return dict(
+        sizes=tuple(odd(size) for size in rows.sizes),
+        batch=rows.batch,
+        stride_xm=x.stride(0),
+        stride_xk=x.stride(1),
+        K=x.shape[1],
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        COPY_M=64 if on_host else 8,
+        PART_K=min(max(part, VECTOR), 2048 // x.element_size()),
+    )
 
 
 def gather_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from fusedtp.comm.device_view import odd, peers_of
 from fusedtp.comm.launching import Launch, layouts
 
 from .launch import tuned
-from .launch.config import VECTOR, Config, Machine, block, reduce_programs, tiles
+from .launch.config import VECTOR, Config, Machine, block, deep, narrowed, reduce_programs, tiles
 from .launch.operands import MOST_DESCRIPTORS, even_depth, local_descriptors, local_operands, local_tiles
 from .launch.run import check, machine_for
 from .main_grad import MainGrad, main_grads_of, weight_grad
@@ -53,8 +53,6 @@ from .operation import (
 from .rows import Rows, rows_of_full
 from .shards import arrived_partials, partials_of, ring
 
-NARROWEST = 32  # columns of a tile
-IN_FLIGHT = 32 << 10  # bytes that an SM reads in the microsecond that memory takes to answer: 3.4 TB/s of 132 SMs
 FEW_ROWS = 256  # of all ranks, for which one tile has them all
 BEHIND = 2  # rounds, after which a window has mostly arrived; predicted times grow with fewer or more
 
@@ -431,27 +429,11 @@ def matmul_args(xs: Sequence[Tensor], weights: Sequence[Tensor], config: Config,
     )
 
 
-def narrowed(shape: Config, machine: Machine, rows: int, n: int, *, every: bool = False) -> Config:
-    """The tile, of fewer columns as long as programs that multiply all tiles and as many that sum fit the machine.
-
-    A product of few rows takes as long as the weights take to come, and one program loads only so fast.
-
-    every   program does both, so that there are as many of each as programs
-    """
-    while shape.block_n > NARROWEST:
-        half = replace(shape, block_n=shape.block_n // 2)
-        if (1 if every else 2) * -(-rows // half.block_m) * -(-n // half.block_n) > machine.programs:
-            break
-        shape = half
-    return shape
-
-
 @tuned.remembered
 def few_rows_config(
     machine: Machine, dtype: torch.dtype, total: int, n: int, flags: int, world_size: int = 0
 ) -> Config:
-    """Configuration for few rows, in so many stages that IN_FLIGHT bytes of w are on their way, if they fit; the tuned
-    one, if a world is named."""
+    """Configuration for few rows; the tuned one, if a world is named."""
     even, found = n % VECTOR == 0, tuned.NOTHING
     if world_size:
         found = tuned.lookup("few_rows", machine, dtype, rows=total, cols=n, even=even, world=world_size)
@@ -462,12 +444,7 @@ def few_rows_config(
     if not found:
         if shape.block_m > 128:  # more would not fit the registers
             shape = replace(shape, block_n=min(shape.block_n, 64))
-        shape = narrowed(shape, machine, total, n, every=True)
-    if not found and machine.clock == "cuda":
-        step = shape.block_k * dtype.itemsize
-        fit = (machine.shared_bytes - 1024) // ((shape.block_m + shape.block_n) * step)
-        deep = min(-(-IN_FLIGHT // (shape.block_n * step)), fit, tuned.LIMITS["num_stages"][1])
-        shape = replace(shape, num_stages=max(shape.num_stages, deep))
+        shape = deep(narrowed(shape, machine, total, n, every=True), machine, dtype)
     chunk = tuned.chunk(found, 1, least=-(-_tile_count(shape, total, n) // flags))
     senders, _ = tuned.reduce_split(found, machine, (machine.programs, 0))
     return replace(shape, send_programs=senders, other_programs=0, chunk=chunk)

@@ -5,6 +5,7 @@ The gather of all_gather_matmul, by the same kernel. Rows travel with their scal
 rank r, chunked     packed x to slot | publish | x @ w, scaled | wait r+1 | x_{r+1} @ w, scaled | ...
 rank r, triton      some programs push packed rows to every peer; a tile of fp8 products is summed in fp32, then
                     multiplied by the scales of its rows, which stand behind their values, and of its columns
+rank r, few rows    likewise, with tiles of all ranks' rows, once they have come together
 
 forward  y_i, summed and scaled in fp32, + b_i, rounded once
 no gradients: fusedtp.nn.FP8Linear has them, made of the operations of fp8
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,22 +28,25 @@ from fusedtp.comm.launching import Launch, layouts
 
 from . import fp8
 from .all_gather_matmul import (
+    WIDEST,
+    are_few,
     choose_config,
+    few_rows_args,
+    few_rows_config,
     gather_args,
     gather_tiles,
     pointers,
     sending_of,
+    weight_args,
     without_senders,
 )
 from .launch.config import ALL_REGISTERS, VECTOR, Config, Machine
-from .launch.operands import weights_by_tma
 from .launch.plain import scale_step
 from .launch.run import check, machine_for
 from .operation import FusedKernel, OnRank, Operation, Plan, Shared, Spec
 from .rows import Rows, rows_of_shard
 from .shards import shards_as_they_arrive
 
-WIDEST = 128  # columns of a tile, which ends by halves: for more, sums, scales and addresses fit no registers on sm_100
 Result = list[Tensor]  # y_i, and the packed rows of all ranks if `keep`
 
 
@@ -164,17 +169,20 @@ def triton(
     biases: list[Tensor | None], dtype: torch.dtype, keep: bool,
 ) -> Result:  # fmt: skip
     """One launch: programs push packed rows to all peers, or copies bring them, while the others multiply."""
-    rows, x = plan.rows, packed.view(kind)
+    rows, x, together = plan.rows, packed.view(kind), are_few(plan.rows, kind)
     weights = [fp8.columns_together(w) for w in weights]
     with plan.call() as call:
-        copies = call.copies() if plan.copies else None
+        copies = call.copies() if plan.copies and not together else None
         view = call.kernel_view()
         key = copies is None, layouts(x, *weights, *w_scales)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [], max(rows.total, *map(len, weights)), fp8.FORMATS)
             machine = machine_for(view, x)
-            launch = prepare(view, x, weights, w_scales, rows, None, machine, copies is not None)
+            if together:
+                launch = prepare_few_rows(x, weights, w_scales, rows, None, machine)
+            else:
+                launch = prepare(view, x, weights, w_scales, rows, None, machine, copies is not None)
             plan.launches[key] = launch
         outs, gathered = outputs(x, weights, rows, dtype, keep)
         sending = None if copies is None else sending_of(copies, plan.comm.rank, x, rows, launch.config)
@@ -193,12 +201,15 @@ def _fake(
 
 
 def _launched(
-    at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool, copied: bool,
-    dtype: torch.dtype | None,
+    few: bool, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool,
+    copied: bool, dtype: torch.dtype | None,
 ) -> tuple[Launch, dict[str, Tensor]]:  # fmt: skip
     x, x_scale, weights, w_scales, dtype = fp8.of_check(x, weights, dtype)
     packed = fp8.pack(x, x_scale).view(x.dtype)
-    launch = prepare(at.view, packed, weights, w_scales, at.rows, at.config, at.machine, copied)
+    if few:
+        launch = prepare_few_rows(packed, weights, w_scales, at.rows, at.config, at.machine)
+    else:
+        launch = prepare(at.view, packed, weights, w_scales, at.rows, at.config, at.machine, copied)
     outs, gathered = outputs(packed, weights, at.rows, dtype, keep)
     peers = peers_of(at.view, at.rank, at.world_size, at.sig, at.machine.clock)
     given = pointers(launch, peers, packed, weights, biases, outs, gathered)
@@ -219,16 +230,17 @@ op = Operation(
         triton=lambda rows, shared: rows.total * fp8.row_bytes(shared.features),
     ),
     choose=fp8.choose,
-    kernels=(
+    kernels=tuple(
         FusedKernel(
-            "scaled_all_gather_matmul",
-            "all_gather_matmul_kernel",
-            _launched,
+            f"scaled_{name}",
+            f"{name}_kernel",
+            partial(_launched, few),
             gathers=True,
             in_runs=True,
             in_fp8=True,
             example=dict(widths=(17, 5)),
-        ),
+        )
+        for name, few in (("all_gather_matmul", False), ("few_rows_gather", True))
     ),
 )
 
@@ -264,21 +276,30 @@ def prepare(
             config = replace(config, block_n=WIDEST, max_registers=ALL_REGISTERS)
         config = gather_tiles(config, machine, x[:, :k], weights)
     config = without_senders(config, machine) if copied else config
-    tma, across = weights_by_tma(config, weights)
-    args = gather_args(x, rows, config, machine) | dict(
-        K=k,
-        row_bytes=x.shape[1],
-        TMA=tma,
-        ACROSS=across,
-        HALVES=tma,
-        widths=tuple(w.shape[0] for w in weights),
-        strides_wn=tuple(w.stride(0) for w in weights),
-        strides_wk=tuple(w.stride(1) for w in weights),
-        strides_ws=tuple(map(scale_step, w_scales)),
-        NUM_WEIGHTS=len(weights),
-        EVEN_K=k % config.block_k == 0,
-    )
-    return Launch(all_gather_matmul_kernel, config.send_programs + config.other_programs, args, config)
+    args = gather_args(x, rows, config, machine) | weight_args(config, weights, k) | scale_args(x, k, w_scales)
+    return Launch(all_gather_matmul_kernel, config.programs, args | dict(HALVES=args["TMA"]), config)
+
+
+def prepare_few_rows(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    w_scales: Sequence[Tensor],
+    rows: Rows,
+    config: Config | None,
+    machine: Machine,
+) -> Launch:
+    """The launch for few rows, likewise."""
+    from fusedtp.kernels.all_gather_few_rows import few_rows_gather_kernel
+
+    k = weights[0].shape[1]
+    config = few_rows_config(machine, x.dtype, rows, weights, k) if config is None else config
+    args = few_rows_args(x, rows, config, machine) | weight_args(config, weights, k) | scale_args(x, k, w_scales)
+    return Launch(few_rows_gather_kernel, config.programs, args, config)
+
+
+def scale_args(x: Tensor, k: int, w_scales: Sequence[Tensor]) -> dict[str, Any]:
+    """What the kernels of a gather are told of packed rows x and of scales."""
+    return dict(K=k, row_bytes=x.shape[1], strides_ws=tuple(map(scale_step, w_scales)))
 
 
 def outputs(

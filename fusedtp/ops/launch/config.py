@@ -67,6 +67,10 @@ class Config:
 ALL_REGISTERS = 255
 VECTOR = 16  # elements: the compiler knows of an integer whether 16 divides it, and no more
 
+NARROWEST = 32  # columns of a tile
+IN_FLIGHT = 32 << 10  # bytes that an SM reads in the microsecond that memory takes to answer: 3.4 TB/s of 132 SMs
+MOST_STAGES = 8
+
 HOST = Machine(clock="host", programs=3, shared_bytes=0, name="interpreter")
 
 
@@ -125,6 +129,31 @@ def _cuda_tiles(machine: Machine, dtype: torch.dtype, rows: int, cols: int, bloc
         return Config(128, 256, 64, num_warps=8, num_stages=4, part=1024)
     stages = 3 if machine.shared_bytes >= 100 * 1024 else 2
     return Config(128, 128, 64, num_warps=8, num_stages=stages, max_registers=every)
+
+
+def narrowed(shape: Config, machine: Machine, rows: int, n: int, *, every: bool = False) -> Config:
+    """The tile, of fewer columns as long as programs that multiply all tiles and as many that sum fit the machine.
+
+    A product of few rows takes as long as the weights take to come, and one program loads only so fast.
+
+    every   program does both, or none sums, so that there may be as many tiles as programs
+    """
+    while shape.block_n > NARROWEST:
+        half = replace(shape, block_n=shape.block_n // 2)
+        if (1 if every else 2) * -(-rows // half.block_m) * -(-n // half.block_n) > machine.programs:
+            break
+        shape = half
+    return shape
+
+
+def deep(shape: Config, machine: Machine, dtype: torch.dtype, weights: int = 1) -> Config:
+    """The tile in so many stages that IN_FLIGHT bytes of the weights are on their way, if they fit."""
+    if machine.clock != "cuda":
+        return shape
+    step, columns = shape.block_k * dtype.itemsize, weights * shape.block_n
+    fit = (machine.shared_bytes - 1024) // ((shape.block_m + columns) * step)
+    stages = min(-(-IN_FLIGHT // (columns * step)), fit, MOST_STAGES)
+    return replace(shape, num_stages=max(shape.num_stages, stages))
 
 
 def gather_programs(machine: Machine) -> tuple[int, int]:

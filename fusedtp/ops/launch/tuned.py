@@ -31,7 +31,7 @@ import torch
 from fusedtp.ops import measured
 from fusedtp.ops.measured import Faults, Table, renew, say, wrong_number
 
-from .config import Config, Machine
+from .config import MOST_STAGES, Config, Machine
 
 NEEDED = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
 TILE = (*NEEDED, "group", "part", "max_registers")
@@ -42,7 +42,7 @@ LIMITS = {  # least, most, a power of two
     "block_n": (16, 256, True),
     "block_k": (16, 256, True),
     "num_warps": (1, 16, True),
-    "num_stages": (1, 8, False),
+    "num_stages": (1, MOST_STAGES, False),
     "group": (1, 64, False),
     "part": (32, 4096, True),
     "max_registers": (0, 255, False),
