@@ -137,8 +137,9 @@ def few_rows_gather_kernel(
     num_cols = tl.full((), 0, tl.int32)
     for i in tl.static_range(NUM_WEIGHTS):
         num_cols += cdiv(widths[i], BLOCK_N)
+    tiles = num_rows * num_cols
     ticket = signals.take(peers, signals.TILE)
-    while ticket < num_rows * num_cols:
+    while ticket < tiles:
         rows = ticket % num_rows * BLOCK_M + tl.arange(0, BLOCK_M)
         of_all = ticket // num_rows
         w, col, width, stride_wn, stride_wk, bias, has_bias, y = pick_weight(
@@ -185,7 +186,7 @@ def few_rows_gather_kernel(
         finish_rows(y, acc, bias, has_bias, rows.to(tl.int64), rows < T, cols, width, scales)
         ticket = signals.take(peers, signals.TILE)
     if gathered is not None:
-        keep_rows(peers, base, gathered, T, length, ticket, num_rows * num_cols, COPY_M, PART_K)
+        keep_rows(peers, base, gathered, T, length, ticket, tiles, COPY_M, PART_K)
     if tl.program_id(0) == 0:
         signals.wait_all_arrivals(peers)
     signals.leave(peers)
@@ -224,8 +225,9 @@ def few_rows_gated_kernel(
     base, T = gather_rows(peers, sizes, batch, x, stride_xm, stride_xk, K, COPY_M, PART_K)
     num_rows = cdiv(T, BLOCK_M)
     num_cols = cdiv(N, BLOCK_N)
+    tiles = num_rows * num_cols
     ticket = signals.take(peers, signals.TILE)
-    while ticket < num_rows * num_cols:
+    while ticket < tiles:
         rows = ticket % num_rows * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = ticket // num_rows * BLOCK_N + tl.arange(0, BLOCK_N)
         wide_cols = cols.to(tl.int64) * stride_wn
@@ -245,7 +247,7 @@ def few_rows_gated_kernel(
         store_tile(y, activated(g, ACT)[0] * u, rows, cols, N, mask)
         ticket = signals.take(peers, signals.TILE)
     if gathered is not None:
-        keep_rows(peers, base, gathered, T, K, ticket, num_rows * num_cols, COPY_M, PART_K)
+        keep_rows(peers, base, gathered, T, K, ticket, tiles, COPY_M, PART_K)
     if tl.program_id(0) == 0:
         signals.wait_all_arrivals(peers)
     signals.leave(peers)

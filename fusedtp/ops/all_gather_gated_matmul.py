@@ -42,8 +42,8 @@ from .all_gather_matmul import (
 )
 from .all_gather_matmul import reference as linear_reference
 from .launch import pointwise as launcher
-from .launch.config import Config, Machine, deep, narrowed
-from .launch.operands import LOW, by_pointers, local_config, of_vectors
+from .launch.config import NARROWEST, Config, Machine, deep, narrowed
+from .launch.operands import by_pointers, local_config, of_vectors
 from .launch.run import check, machine_for, of_one_layout
 from .main_grad import MainGrad, main_grads_of
 from .matmul import linear, matmul_into, to_fp32
@@ -388,8 +388,8 @@ def prepare_few_rows(
     if config is None:
         n = weights[0].shape[0]
         tile = by_pointers(local_config(machine, x.dtype, "ieee", rows.total, n, 2, products))
-        if 0 < machine.capability < 90:  # taller ones spill
-            tile = replace(tile, block_m=min(tile.block_m, LOW))
+        if 0 < machine.capability < 90:  # wider ones spill
+            tile = replace(tile, block_n=min(tile.block_n, NARROWEST))
         tile = deep(narrowed(tile, machine, rows.total, n, every=True), machine, x.dtype, weights=2)
         tile = of_vectors(tile, machine, *weights)
         config = replace(tile, send_programs=machine.programs, other_programs=0)

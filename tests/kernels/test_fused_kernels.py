@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_wgrad"]
+GATHERS = ["all_gather_matmul", "all_gather_gated_matmul"]
 SMALL = dict(block_m=16, block_n=16, block_k=16, group=2, send_programs=2, other_programs=3, chunk=2)
 
 
@@ -30,7 +31,7 @@ def configs(draw) -> dict | None:
 def calls(draw, world: int) -> dict:
     size = st.one_of(st.just(0), st.integers(0, 24))
     return dict(
-        op=draw(st.sampled_from(OPS)),
+        op=draw(st.sampled_from([*OPS, "all_gather_gated_matmul"])),
         sizes=tuple(draw(st.lists(size, min_size=world, max_size=world))),
         batch=draw(st.integers(1, 2)),
         k=draw(st.integers(0, 40)),
@@ -58,7 +59,7 @@ def test_equals_the_formula(worlds, data):
     worlds.check(world, *data.draw(st.lists(calls(world), min_size=1, max_size=4)))
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*OPS, "all_gather_gated_matmul"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_several_tiles_and_tails_on_every_axis(worlds, op, dtype):
     worlds.check(2, dict(op=op, dtype=dtype, sizes=(40, 33), k=37, widths=(40, 17), biased=(0,), config=SMALL))
@@ -77,6 +78,24 @@ def test_few_rows(worlds, op, dtype):
         call | dict(sizes=(0, 0, 0)),
         call | dict(sizes=(5, 59, 64), flags=4, products=3, step=8),
         call | dict(sizes=(0, 17, 3), config=dict(SMALL, chunk=3, **programs), layout="strided"),
+    )
+
+
+@pytest.mark.parametrize("op", GATHERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_few_rows_come_together(worlds, op, dtype):
+    """Several tiles of rows; ranks without rows, none at all; rows in runs, no columns of x; kept or not."""
+    call = dict(op=op, dtype=dtype, few=True, k=37, widths=(70, 17, 5), biased=(0, 1))
+    programs = dict(send_programs=3, other_programs=0)
+    worlds.check(
+        3,
+        call | dict(sizes=(40, 0, 33), config=dict(SMALL, **programs), keep=True),
+        call | dict(sizes=(1, 0, 0), config=SMALL),
+        call | dict(sizes=(0, 0, 0), keep=True),
+        call | dict(sizes=(5, 59, 64), keep=True, layout="transposed"),
+        call | dict(sizes=(0, 17, 3), batch=3, config=dict(SMALL, **programs), keep=True, layout="strided"),
+        call | dict(sizes=(2, 3, 4), k=0, keep=True),
+        call | dict(sizes=(7, 1, 4), widths=(0, 0), layout="offset", keep=True),
     )
 
 
@@ -134,12 +153,12 @@ def test_what_tma_cannot_take_comes_by_pointers(worlds, op):
     worlds.check(2, *(calls[:-1] if op == "matmul_all_reduce" else calls))
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*OPS, "all_gather_gated_matmul"])
 def test_rows_of_a_batch_interleave(worlds, op):
     worlds.check(2, dict(op=op, batch=3, sizes=(7, 4), keep=True, config=SMALL))
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*OPS, "all_gather_gated_matmul"])
 def test_one_program_a_stage_is_enough(worlds, op):
     one = dict(SMALL, send_programs=1, other_programs=1)
     worlds.check(3, dict(op=op, sizes=(20, 0, 17), in_one=False, config=one))
@@ -151,7 +170,7 @@ def test_fewer_flags_than_tiles(worlds, op):
     worlds.check(2, *[dict(op=op, sizes=(130, 70), widths=(70,), flags=8, in_one=i < 1) for i in range(2)])
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul", "all_gather_wgrad"])
+@pytest.mark.parametrize("op", [*GATHERS, "all_gather_wgrad"])
 def test_copies_bring_what_programs_would(worlds, op):
     """Of all ranks, of one, of none; in pieces of several chunks and of one row; after and before another operation."""
     call = dict(op=op, sizes=(40, 0, 33), config=dict(SMALL, chunk=3))

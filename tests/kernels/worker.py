@@ -27,7 +27,13 @@ from fusedtp.comm.copies import Copies
 from fusedtp.comm.device_view import DeviceView, epoch_words
 from fusedtp.kernels import tiles
 from fusedtp.ops import launch
-from fusedtp.ops.all_gather_matmul import gather_slot_bytes, plan_all_gather_matmul, sending_of
+from fusedtp.ops.all_gather_gated_matmul import plan_all_gather_gated_matmul, plan_few_rows_gated
+from fusedtp.ops.all_gather_matmul import (
+    gather_slot_bytes,
+    plan_all_gather_matmul,
+    plan_few_rows_gather,
+    sending_of,
+)
 from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
 from fusedtp.ops.launch import operands
 from fusedtp.ops.launch.config import block
@@ -199,22 +205,51 @@ def all_gather_matmul(world: World, c: SimpleNamespace) -> list[str]:
     weights = [s.numbers.draw(n + r, c.k, layout=c.layout) for r in range(world.size) for n in c.widths]
     weights = weights[world.rank * len(c.widths) :][: len(c.widths)]
     biases = [s.numbers.draw(w.shape[0]) if i in c.biased else None for i, w in enumerate(weights)]
-    mine = x[shard_rows(world.rank, c.sizes, c.batch)]
-    if c.layout == "transposed":
-        mine = mine.t().contiguous().t()
-    if c.layout in SPOILED:
-        mine = SPOILED[c.layout](mine)
-    mine, copies, machine = world.operand(mine, c)
+    mine, copies, machine = world.operand(shard(world, c, x), c)
     check(world.view, gather_slot_bytes(s.rows, c.k, mine.dtype), mine, [*weights, *biases], s.total)
-    launch, ys, gathered = plan_all_gather_matmul(
-        world.view, world.rank, world.size, mine, weights, biases, s.rows, c.sig, c.keep, s.config, machine,
-        copies is not None,
-    )  # fmt: skip
-    world.run(launch, mine, copies, s.rows)
+    given = world.view, world.rank, world.size, mine, weights, biases, s.rows, c.sig, c.keep, s.config, machine
+    if c.few:
+        launch, ys, gathered = plan_few_rows_gather(*given)
+        launch.run(world.view, mine.device)
+    else:
+        launch, ys, gathered = plan_all_gather_matmul(*given, copies is not None)
+        world.run(launch, mine, copies, s.rows)
     wrong = equal("gathered", gathered, x) if c.keep else []
     for i, (y, w, b) in enumerate(zip(ys, weights, biases, strict=True)):
         wrong += equal(f"y{i}", y, linear(x, w, b))
     return wrong
+
+
+def all_gather_gated_matmul(world: World, c: SimpleNamespace) -> list[str]:
+    """Both products to the bit; what they make together to the rounding of their dtype, as exp is not numpy's."""
+    s = same_everywhere(c)
+    x, n = s.numbers.draw(s.total, c.k), c.widths[0]
+    weights = [s.numbers.draw(n + r, c.k, layout=c.layout) for r in range(world.size) for _ in range(2)]
+    weights = weights[2 * world.rank :][:2]
+    biases = [s.numbers.draw(w.shape[0]) if i in c.biased else None for i, w in enumerate(weights)]
+    mine, copies, machine = world.operand(shard(world, c, x), c)
+    check(world.view, gather_slot_bytes(s.rows, c.k, mine.dtype), mine, [*weights, *biases], s.total)
+    given = world.view, world.rank, world.size, mine, weights, biases, s.rows, c.sig, "silu", True, c.keep, s.config
+    if c.few:
+        launch, (y, g, u, *gathered) = plan_few_rows_gated(*given, machine)
+        launch.run(world.view, mine.device)
+    else:
+        launch, (y, g, u, *gathered) = plan_all_gather_gated_matmul(*given, machine, copies is not None)
+        world.run(launch, mine, copies, s.rows)
+    want = [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+    wrong = equal("gathered", gathered[0], x) if c.keep else []
+    wrong += equal("g", g, want[0]) + equal("u", u, want[1])
+    made, eps = torch.nn.functional.silu(want[0].double()) * want[1].double(), torch.finfo(y.dtype).eps
+    near = torch.allclose(y.double(), made, rtol=max(eps, 2**-20), atol=1e-30)
+    return wrong if near else [*wrong, f"y: {y.flatten()[:8]}, want {made.flatten()[:8]}"]
+
+
+def shard(world: World, c: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of x, lying as the call says."""
+    mine = x[shard_rows(world.rank, c.sizes, c.batch)]
+    if c.layout == "transposed":
+        mine = mine.t().contiguous().t()
+    return SPOILED[c.layout](mine) if c.layout in SPOILED else mine
 
 
 def few_rows(c: SimpleNamespace, s: SimpleNamespace) -> tuple[bool, launch.Config | None]:
@@ -314,7 +349,7 @@ def matmul(world: World, c: SimpleNamespace) -> list[str]:
     return equal("y", launch.matmul(x, w, bias, s.config), linear(x, w, bias))
 
 
-KERNELS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, all_gather_wgrad, matmul, narrow)
+KERNELS = (all_gather_matmul, all_gather_gated_matmul, matmul_reduce_scatter, matmul_all_reduce, all_gather_wgrad, matmul, narrow)
 OPS = {kernel.__name__: kernel for kernel in KERNELS}
 
 

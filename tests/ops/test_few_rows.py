@@ -1,4 +1,4 @@
-"""Sums over ranks at the limit between two kernels: both give the formula's bits, each where the size asks for it."""
+"""At the limits between the kernels of few rows and the others: each gives the formula's bits where its size is."""
 
 import pytest
 import torch
@@ -14,14 +14,25 @@ KERNELS = {  # of y [T, N] where few rows are multiplied together, and where not
     "matmul_reduce_scatter": ("few_rows_kernel", "matmul_reduce_scatter_kernel"),
     "matmul_all_reduce": ("few_rows_kernel", "two_shot_kernel"),
 }
+GATHERS = {
+    "all_gather_matmul": ("few_rows_gather_kernel", "all_gather_matmul_kernel"),
+    "all_gather_gated_matmul": ("few_rows_gated_kernel", "all_gather_gated_matmul_kernel"),
+    "scaled_all_gather_matmul": ("few_rows_gather_kernel", "all_gather_matmul_kernel"),
+}
 
 
 def numbers(*shape: int, seed: int) -> torch.Tensor:
     return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
+def kernels(group) -> set[str]:
+    """Those that calls of this group were prepared for."""
+    launches = [each for plan in communicator(group).plans.values() for each in plan.launches.values()]
+    return {each.kernel.__name__ for each in launches if isinstance(each, Launch)}
+
+
 def summed(group, operation: str, total: int, n: int, dtype: str) -> tuple[bool, set[str]]:
-    """Whether the call gives what one device does, and the kernels that calls of this group were prepared for."""
+    """Whether the call gives what one device does, and the kernels."""
     of, rank = getattr(torch, dtype), group.rank()
     x, w, bias = numbers(total, W * K, seed=0).to(of), numbers(n, W * K, seed=1).to(of), numbers(n, seed=2).to(of)
     want = (x.double() @ w.double().T + bias.double()).to(of)
@@ -32,14 +43,47 @@ def summed(group, operation: str, total: int, n: int, dtype: str) -> tuple[bool,
         want = want.split(sizes)[rank]
     else:
         got = fusedtp.matmul_all_reduce(*own, group, bias=bias, engine="triton")
-    launches = [each for plan in communicator(group).plans.values() for each in plan.launches.values()]
-    return torch.equal(got, want), {each.kernel.__name__ for each in launches if isinstance(each, Launch)}
+    return torch.equal(got, want), kernels(group)
 
 
 @pytest.mark.parametrize("dtype, n, most", LIMITS)
 @pytest.mark.parametrize("operation", KERNELS)
-def test_the_kernel_changes_with_the_rows_and_the_result_does_not(operation, dtype, n, most):
+def test_the_kernel_of_a_sum_changes_with_the_rows_and_the_result_does_not(operation, dtype, n, most):
     pytest.importorskip("triton")
     for total, kernel in zip((most, most + 1), KERNELS[operation], strict=True):
-        for right, kernels in world(W).run(summed, operation, total, n, dtype, fresh=True):
-            assert right and kernels == {kernel}, (total, kernels)
+        for right, used in world(W).run(summed, operation, total, n, dtype, fresh=True):
+            assert right and used == {kernel}, (total, used)
+
+
+def gathered(group, operation: str, total: int, dtype: str) -> tuple[bool, set[str]]:
+    """The same of a gather; of a gated one its gradient says what its products are."""
+    of, sizes = getattr(torch, dtype), (total // 2, 0, total - total // 2)
+    x, w = numbers(total, K, seed=0).to(of), numbers(17 + group.rank(), K, seed=1 + group.rank()).to(of)
+    mine, want = x.split(sizes)[group.rank()], x.double() @ w.double().T
+    if operation == "scaled_all_gather_matmul":
+        one = torch.ones(1)
+        got = fusedtp.scaled_all_gather_matmul(mine, one, [w], [one], group, sizes=sizes, engine="triton")[0]
+        return torch.equal(got.double(), want), kernels(group)
+    if operation == "all_gather_matmul":
+        got = fusedtp.all_gather_matmul(mine, [w], group, sizes=sizes, engine="triton")[0]
+        return torch.equal(got, want.to(of)), kernels(group)
+    got = fusedtp.all_gather_gated_matmul(mine, [w, w], group, act="gelu", sizes=sizes, engine="triton")[0]
+    near = torch.allclose(got.double(), torch.nn.functional.gelu(want) * want, rtol=torch.finfo(of).eps, atol=1e-5)
+    return near, kernels(group)
+
+
+@pytest.mark.parametrize(
+    "operation, dtype, most",
+    [
+        ("all_gather_matmul", "float32", 128),
+        ("all_gather_matmul", "bfloat16", 512),
+        ("all_gather_gated_matmul", "float32", 128),
+        ("all_gather_gated_matmul", "bfloat16", 512),
+        ("scaled_all_gather_matmul", "float8_e4m3fn", 512),
+    ],
+)
+def test_the_kernel_of_a_gather_changes_with_the_rows_and_the_result_does_not(operation, dtype, most):
+    pytest.importorskip("triton")
+    for total, kernel in zip((most, most + 1), GATHERS[operation], strict=True):
+        for right, used in world(W).run(gathered, operation, total, dtype, fresh=True):
+            assert right and used == {kernel}, (total, used)
