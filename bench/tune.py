@@ -23,7 +23,8 @@ import torch
 from fusedtp.comm.device_view import epoch_words
 from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops import measured
-from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
+from fusedtp.ops.all_gather_matmul import are_few as are_few_to_gather
+from fusedtp.ops.all_gather_matmul import few_rows_tile, plan_all_gather_matmul, plan_few_rows_gather
 from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
 from fusedtp.ops.launch import plain, tuned
 from fusedtp.ops.launch.config import (
@@ -94,10 +95,15 @@ class Job:
         return {axis: n for axis, n in found.items() if axis in tuned.KERNELS[self.kernel].axes}
 
     @property
+    def together(self) -> bool:
+        """Whether a gather brings its rows together first, so that no transport is chosen for it."""
+        return are_few_to_gather(Rows((self.rows,)), getattr(torch, self.dtype))
+
+    @property
     def case(self) -> Case:
         """What is called to launch it."""
         names = {
-            "all_gather": "all_gather_matmul",
+            "all_gather": "all_gather_wgrad" if self.together else "all_gather_matmul",
             "one_shot": "matmul_all_reduce",
             "two_shot": "matmul_all_reduce",
             "few_rows": "matmul_reduce_scatter",
@@ -124,6 +130,8 @@ class Job:
         elif "chunk" in tuned.KERNELS[self.kernel].sets:
             owners = 1 if self.kernel == "one_shot" else self.ranks
             config = reduction(machine, dtype, at["rows"], at["cols"], flags, owners=owners)
+        elif self.kernel == "all_gather_matmul" and self.together:
+            config = few_rows_tile(machine, dtype, **(at | dict(world=0)))
         elif self.kernel == "matmul":
             config = local_config(machine, dtype, "ieee", at["rows"], at["cols"])
         else:
@@ -363,9 +371,10 @@ def launch_of(rank: Rank, machine: Machine, job: Job) -> Any:
     where, end = (view, rank.rank, world), (1, None, machine)
     x, w = empty(job.rows, job.k), empty(job.n, job.k)
     shard = x[: rows.sizes[rank.rank]]
-    if job.kernel in ("all_gather_matmul", "all_gather"):
-        return plan_all_gather_matmul(*where, shard, [w], [None], rows, 1, False, None, machine)[0]
-    if job.kernel == "all_gather_wgrad":
+    if job.case.operation == "all_gather_matmul":
+        gather = plan_few_rows_gather if job.together else plan_all_gather_matmul
+        return gather(*where, shard, [w], [None], rows, 1, False, None, machine)[0]
+    if job.case.operation == "all_gather_wgrad":
         return plan_all_gather_wgrad(*where, shard, [empty(job.rows, job.n)], rows, *end)[0]
     if job.kernel in ("matmul_reduce_scatter", "few_rows"):
         scatter = plan_few_rows_reduce_scatter if job.kernel == "few_rows" else plan_matmul_reduce_scatter

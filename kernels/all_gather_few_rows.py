@@ -79,7 +79,7 @@ def gather_rows(
 
 
 @inline
-def keep_rows(peers, base, gathered, T, K, ticket, before, COPY_M: tl.constexpr, PART_K: tl.constexpr):
+def keep_gathered(peers, base, gathered, T, K, ticket, before, COPY_M: tl.constexpr, PART_K: tl.constexpr):
     """Copy [T, K] out of the slot, in parts that are taken like the tiles before them, of which there are `before`."""
     while ticket < before + cdiv(K, PART_K):
         for first in range(0, T, COPY_M):
@@ -186,7 +186,7 @@ def few_rows_gather_kernel(
         finish_rows(y, acc, bias, has_bias, rows.to(tl.int64), rows < T, cols, width, scales)
         ticket = signals.take(peers, signals.TILE)
     if gathered is not None:
-        keep_rows(peers, base, gathered, T, length, ticket, tiles, COPY_M, PART_K)
+        keep_gathered(peers, base, gathered, T, length, ticket, tiles, COPY_M, PART_K)
     if tl.program_id(0) == 0:
         signals.wait_all_arrivals(peers)
     signals.leave(peers)
@@ -247,7 +247,7 @@ def few_rows_gated_kernel(
         store_tile(y, activated(g, ACT)[0] * u, rows, cols, N, mask)
         ticket = signals.take(peers, signals.TILE)
     if gathered is not None:
-        keep_rows(peers, base, gathered, T, K, ticket, tiles, COPY_M, PART_K)
+        keep_gathered(peers, base, gathered, T, K, ticket, tiles, COPY_M, PART_K)
     if tl.program_id(0) == 0:
         signals.wait_all_arrivals(peers)
     signals.leave(peers)

@@ -485,8 +485,11 @@ def few_rows_config(machine: Machine, dtype: torch.dtype, rows: Rows, weights: S
 
 @tuned.remembered
 def few_rows_tile(machine: Machine, dtype: torch.dtype, world: int, **output: int) -> Config:
-    """The same for an output of so many `rows` and `cols`, k deep; `even`: as tiles has it."""
-    found = tuned.lookup("all_gather_matmul", machine, dtype, world=world, **output)
+    """The same for an output of so many `rows` and `cols`, k deep; `even` as `tiles` has it.
+
+    world   for which a table is asked, too; 0: none is
+    """
+    found = tuned.lookup("all_gather_matmul", machine, dtype, world=world, **output) if world else tuned.NOTHING
     shape = tuned.tile(tiles(machine, dtype, output["rows"], output["cols"], bool(output["even"])), found)
     if not found:
         if shape.block_n > WIDEST:

@@ -349,7 +349,15 @@ def matmul(world: World, c: SimpleNamespace) -> list[str]:
     return equal("y", launch.matmul(x, w, bias, s.config), linear(x, w, bias))
 
 
-KERNELS = (all_gather_matmul, all_gather_gated_matmul, matmul_reduce_scatter, matmul_all_reduce, all_gather_wgrad, matmul, narrow)
+KERNELS = (
+    all_gather_matmul,
+    all_gather_gated_matmul,
+    matmul_reduce_scatter,
+    matmul_all_reduce,
+    all_gather_wgrad,
+    matmul,
+    narrow,
+)
 OPS = {kernel.__name__: kernel for kernel in KERNELS}
 
 

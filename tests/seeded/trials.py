@@ -30,6 +30,8 @@ IN_FP8: dict[str, list[str]] = {}  # of functions in FUSED
 for case, (_, declared) in DECLARED.items():
     (IN_FP8 if declared.in_fp8 else FUSED).setdefault(declared.function, []).append(case)
 FUSED |= {f"{case}_kernel": [case] for case in experts.OPERATIONS}
+for name in ("few_rows_gather_kernel", "few_rows_gated_kernel"):  # what they share is tried in those before
+    FUSED[name] = FUSED.pop(name)
 KERNELS = (*FUSED, *(f"{name}_kernel" for name in (*local.KERNELS, "meet")))
 MOST_FUSED = 3  # kernels in which a fault of what they share is tried
 SCHEDULES, WARPS = 4, 16  # of each trial; of a barrier in PTX, which warps show that run one at a time
@@ -92,7 +94,7 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
 
 def calls(name: str) -> list[Call]:
     kernel = DECLARED[name][1] if name in DECLARED else None
-    gathers, keeps = "all_gather" in name, bool(kernel and kernel.keeps)
+    gathers, keeps = bool(kernel and kernel.gathers), bool(kernel and kernel.keeps)
     widths = (17, 5) if gathers and kernel and not kernel.pairs else (37,)
     pads = name == "all_gather_wgrad"  # rows of its result to multiples of 16; without any no tile waits
     first = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps, tile=32 if pads else TILE)
@@ -121,7 +123,7 @@ def pipelined(name: str, target: str) -> Trial:
     call = Call(name, (64, 32), (40,), k=128, dtype=torch.float16, tile=tile, block_k=32, chunk=chunk)
     first = replace(call, tma=True) if target == "sm_90" else replace(call, sizes=(40, 24))
     made = [first, call, replace(call, k=32)]
-    if name in ("all_gather_matmul", "matmul_reduce_scatter"):
+    if name in ("all_gather_matmul", "few_rows_gather", "matmul_reduce_scatter"):
         made.append(replace(first, k=64, transposed=True))
     return called("pipelined calls", made, target)
 
