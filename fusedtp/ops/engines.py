@@ -20,7 +20,7 @@ from .measured import kind_of
 from .rows import Rows
 
 ENGINES = ("auto", "collective", "chunked", "triton")
-BY_COPY = "triton-copy"  # the fused gather with the copy engine as its transport, whatever a table says
+BY_COPY = "triton-copy"  # the fused gather of more than few rows by the copy engine, whatever a table says
 
 # Below this many rows a GPU spends longer on flags than it hides; until a crossover table measured on the machine
 # says otherwise (kraken's reduce-scatter loses to NCCL at 512 rows and wins from 2048 on).

@@ -10,6 +10,7 @@ from torch import nn
 from fusedtp.comm import Communicator, communicator
 from fusedtp.nn.experts import Experts
 from fusedtp.ops import engines, fp8
+from fusedtp.ops.all_gather_matmul import are_few
 from fusedtp.ops.launch import tuned
 from fusedtp.ops.moe import plan as routing
 from fusedtp.ops.operation import Spec
@@ -156,7 +157,7 @@ def _explained(
     choice = engines.choose(comm, asked, rows, dtype, known, width)
     transport = ""
     if choice.engine == "triton" and isinstance(parallel, ColumnParallel):
-        transport = choice.transport if comm.workspace.can_copy else "programs"
+        transport = choice.transport if comm.workspace.can_copy and not are_few(rows, dtype) else "programs"
     return Layer(name, operation, choice.engine, choice.reason, transport)
 
 

@@ -26,9 +26,9 @@ def whole(number: int, *shape: int) -> Tensor:
 class Calls:
     """A rank's inputs, whose memory stays, and what the calls on them give."""
 
-    def __init__(self, group: VirtualGroup) -> None:
-        self.group, self.rank, rows = group, group.rank(), group.size() * T
-        self.x, self.full = torch.zeros(T, K).cuda().half(), torch.zeros(rows, K).cuda().half()
+    def __init__(self, group: VirtualGroup, each: int = T) -> None:
+        self.group, self.rank, rows = group, group.rank(), group.size() * each
+        self.x, self.full = torch.zeros(each, K).cuda().half(), torch.zeros(rows, K).cuda().half()
         self.up, self.down = (whole(10 + i, N, K) for i in range(2))
         self.dy = whole(20, rows, N)
         # made now: a copy from the host would wait for the device
@@ -37,7 +37,7 @@ class Calls:
     def refresh(self, number: int) -> None:
         """Other inputs, the same on every rank, of which x is this rank's rows."""
         self.full.copy_(self.inputs[number % INPUTS])
-        self.x.copy_(self.full[self.rank * T : (self.rank + 1) * T])
+        self.x.copy_(self.full[self.rank * len(self.x) :][: len(self.x)])
 
     def gather(self) -> list[Tensor]:
         return list(fusedtp.all_gather_matmul(self.x, [self.up], self.group, engine="triton"))
@@ -147,7 +147,7 @@ def by_copies(group: VirtualGroup) -> None:
     """Copies before any graph, mixed with the other transport; programs under capture and ever after."""
     comm = communicator(group)
     fusedtp.reserve(group, 1 << 22)
-    calls = Calls(group)
+    calls = Calls(group, 3 * T)  # few rows never go by copies
 
     def call(transport: str) -> list[Tensor]:
         engine = {"copy": BY_COPY, "programs": "triton"}[transport]

@@ -148,16 +148,21 @@ def test_explain_names_engine_and_reason_of_every_layer():
 
 
 def transports(group) -> list[str]:
-    """What is said of one layer while gathers go by programs, by copies, and after a graph was captured."""
+    """What is said of a layer while gathers go by programs, by copies, of few rows, and after a graph was captured."""
     _, parallel = make_pair(group, options={"engine": "triton"}, num_hidden_layers=1)
     workspace, said = communicator(group).workspace, []
-    for transport, captured in (("programs", False), ("copy", False), ("copy", True)):
+    for transport, captured, tokens in (
+        ("programs", False, 200),
+        ("copy", False, 200),
+        ("copy", False, 8),
+        ("copy", True, 200),
+    ):
         measured.hold(transport)
         kept = workspace.on_cpu, workspace.epochs
         try:
             if captured:  # the host of a GPU has then lost count
                 workspace.on_cpu, workspace.epochs = False, None
-            said.append(str(explain(parallel, tokens=8, dtype=torch.float32)))
+            said.append(str(explain(parallel, tokens=tokens, dtype=torch.float32)))
         finally:
             workspace.on_cpu, workspace.epochs = kept
             measured.hold(None)
@@ -166,7 +171,8 @@ def transports(group) -> list[str]:
 
 def test_explain_names_the_transport_of_an_operation_that_has_two():
     pytest.importorskip("triton")
-    for text, transport in zip(world(2).run(transports)[0], ("programs", "copy", "programs"), strict=True):
+    wanted = ("programs", "copy", "programs", "programs")
+    for text, transport in zip(world(2).run(transports)[0], wanted, strict=True):
         assert re.search(rf"self_attn.q_proj +all_gather_matmul +triton by {transport} +asked for", text)
         assert re.search(r"mlp.down_proj +matmul_reduce_scatter +triton +asked for", text)
 
