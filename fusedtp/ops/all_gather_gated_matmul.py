@@ -248,9 +248,9 @@ def triton(
     plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], act: str, products: bool, keep: bool
 ) -> Result:  # fmt: skip
     """One launch: programs push x to all peers, or copies bring it, while the others multiply and activate."""
-    rows, together = plan.rows, are_few(plan.rows, x.dtype)
+    rows = plan.rows
     with plan.call() as call:
-        copies = call.copies() if plan.copies and not together else None
+        copies = call.copies() if plan.copies else None
         x = x if copies is None else x.contiguous()
         weights = of_one_layout(weights)
         view = call.kernel_view()
@@ -259,7 +259,7 @@ def triton(
         if launch is None:
             check(view, plan.slot_bytes, x, [*weights, *biases], rows.total)
             machine = machine_for(view, x)
-            if together:
+            if are_few(rows, x.dtype):
                 launch = prepare_few_rows(x, weights, rows, act, products, None, machine)
             else:
                 launch = prepare(view, x, weights, rows, act, products, None, machine, copies is not None)
@@ -302,6 +302,7 @@ op = Operation(
         chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize,
         triton=lambda rows, shared: gather_slot_bytes(rows, shared.features, shared.dtype),
     ),
+    copied=lambda rows, dtype: not are_few(rows, dtype),
     example=Example(
         "column",
         "gather",

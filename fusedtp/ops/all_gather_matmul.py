@@ -245,9 +245,9 @@ def chunked(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | 
 
 def triton(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool) -> Result:
     """One launch: programs push x to all peers, or copies bring it, while the others multiply."""
-    rows, together = plan.rows, are_few(plan.rows, x.dtype)
+    rows = plan.rows
     with plan.call() as call:
-        copies = call.copies() if plan.copies and not together else None
+        copies = call.copies() if plan.copies else None
         x = x if copies is None else x.contiguous()
         view = call.kernel_view()
         key = copies is None, layouts(x, *weights)
@@ -255,7 +255,7 @@ def triton(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | N
         if launch is None:
             check(view, plan.slot_bytes, x, [*weights, *biases], rows.total)
             machine = machine_for(view, x)
-            if together:
+            if are_few(rows, x.dtype):
                 launch = prepare_few_rows(x, weights, rows, None, machine)
             else:
                 launch = prepare(view, x, weights, rows, None, machine, copies is not None)
@@ -298,6 +298,7 @@ op = Operation(
         chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize,
         triton=lambda rows, shared: gather_slot_bytes(rows, shared.features, shared.dtype),
     ),
+    copied=lambda rows, dtype: not are_few(rows, dtype),
     example=Example(
         "column",
         "gather",

@@ -214,7 +214,10 @@ class Plan(NamedTuple):
 
 
 class Operation:
-    """One operation; see the module's docstring. Its fake takes (spec, *operands)."""
+    """One operation; see the module's docstring. Its fake takes (spec, *operands).
+
+    copied   of a gather: whether copies may bring such rows; None: all
+    """
 
     def __init__(
         self,
@@ -228,12 +231,13 @@ class Operation:
         engines: dict[str, Engine],
         slot_bytes: dict[str, Callable[..., int]],
         choose: Choose | None = None,
+        copied: Callable[[Rows, torch.dtype], bool] | None = None,
         example: Example | None = None,
         kernels: Sequence[FusedKernel] = (),
     ) -> None:
         self.kernels = tuple(kernels)
         self.name, self.shared, self.engines, self.slot_bytes = name, shared, engines, slot_bytes
-        self.reference, self.example = reference, example
+        self.reference, self.example, self.copied = reference, example, copied
         self.choose = choose or (_choose_fused if "triton" in engines else _choose_mover)
         self.num_operands = operands.count(",") + 1
         self.op = define(name, f"{operands}, {SPEC}", returns, self._from_graph, self._split(fake))
@@ -297,7 +301,7 @@ class Operation:
             function=self.engines[choice.engine],
             signature=signature,
             slot_bytes=slot_bytes(rows, shared, *spec.routing) if slot_bytes else 0,
-            copies=choice.transport == "copy",
+            copies=choice.transport == "copy" and (self.copied is None or self.copied(rows, shared.dtype)),
             label=f"fusedtp.{self.name}.{choice.engine}",
             launches={},
         )

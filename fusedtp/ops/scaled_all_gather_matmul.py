@@ -169,17 +169,17 @@ def triton(
     biases: list[Tensor | None], dtype: torch.dtype, keep: bool,
 ) -> Result:  # fmt: skip
     """One launch: programs push packed rows to all peers, or copies bring them, while the others multiply."""
-    rows, x, together = plan.rows, packed.view(kind), are_few(plan.rows, kind)
+    rows, x = plan.rows, packed.view(kind)
     weights = [fp8.columns_together(w) for w in weights]
     with plan.call() as call:
-        copies = call.copies() if plan.copies and not together else None
+        copies = call.copies() if plan.copies else None
         view = call.kernel_view()
         key = copies is None, layouts(x, *weights, *w_scales)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [], max(rows.total, *map(len, weights)), fp8.FORMATS)
             machine = machine_for(view, x)
-            if together:
+            if are_few(rows, x.dtype):
                 launch = prepare_few_rows(x, weights, w_scales, rows, None, machine)
             else:
                 launch = prepare(view, x, weights, w_scales, rows, None, machine, copies is not None)
@@ -230,6 +230,7 @@ op = Operation(
         triton=lambda rows, shared: rows.total * fp8.row_bytes(shared.features),
     ),
     choose=fp8.choose,
+    copied=lambda rows, dtype: not are_few(rows, dtype),
     kernels=tuple(
         FusedKernel(
             f"scaled_{name}",

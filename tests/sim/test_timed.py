@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fusedtp.bench.timed import ENGINE, GATHER, REDUCE, SCATTER, Problem, machine_of
 from fusedtp.checks.lint import _view
+from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul, plan_few_rows_gather
 from fusedtp.ops.matmul_all_reduce import plan_few_rows, plan_one_shot, plan_two_shot
 from fusedtp.sim import Copy, Launch, Run, symmetric
 from fusedtp.sim.timed import Engine, load_node
@@ -42,7 +43,7 @@ def test_bytes_and_products_are_the_closed_forms(operation: str, w: int, t: int,
     c, rows, item = problem.chosen(SMALL), problem.rows, problem.dtype.itemsize
     got = time(problem)
 
-    heights = [t] if operation == SCATTER and problem.few else rows.sizes
+    heights = [t] if problem.few else rows.sizes
     tiles = sum(up(height, c.block_m) for height in heights) * up(n, c.block_n)
     flops = 2 * tiles * c.block_m * c.block_n * up(k, c.block_k) * c.block_k
     assert got.flops == (flops,) * w
@@ -111,6 +112,17 @@ def test_an_all_reduce_is_predicted_with_the_configuration_that_is_launched(toke
     assert Problem(REDUCE, tokens, (n,), 64, w).chosen(node) == launched
 
 
+@pytest.mark.parametrize("tokens, few", [(16, True), (512, True), (520, False)])
+def test_a_gather_is_predicted_with_the_configuration_that_is_launched(tokens: int, few: bool) -> None:
+    w, node = 8, load_node("h100")
+    problem = Problem(GATHER, tokens, (1024, 512), 64, w)
+    x = torch.empty(problem.rows.sizes[1], 64, dtype=torch.bfloat16, device="meta")
+    weights = [torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in problem.widths]
+    plan = plan_few_rows_gather if few else plan_all_gather_matmul
+    given = _view(w), 1, w, x, weights, [None, None], problem.rows, 12345, False, None, machine_of(node)
+    assert problem.few == few and problem.chosen(node) == plan(*given)[0].config
+
+
 @pytest.mark.parametrize("tokens", [64, 512])  # few rows, and more
 @pytest.mark.parametrize("operation", [GATHER, SCATTER, REDUCE])
 def test_tma_moves_what_pointers_move(operation: str, tokens: int) -> None:
@@ -162,7 +174,7 @@ def test_with_free_communication_only_the_products_take_time(operation: str, w: 
     """All programs take tiles of one list, those that send or sum too, since nothing keeps them."""
     problem = Problem(operation, t, (n,), k, w)
     c = problem.chosen(IDEAL)
-    heights = [t] if operation == SCATTER and problem.few else problem.rows.sizes
+    heights = [t] if problem.few else problem.rows.sizes
     tiles = sum(up(height, c.block_m) for height in heights) * up(n, c.block_n)
     tile = 2 * c.block_m * c.block_n * up(k, c.block_k) * c.block_k
     want = up(tiles, c.send_programs + c.other_programs) * tile / (IDEAL.flops["bf16"] / IDEAL.sms)
