@@ -55,6 +55,21 @@ def test_the_results_do_not_tell_who_brought_the_rows(transports):
         world(3).run(mixed_calls, PerRank(ways))
 
 
+def asked_for_copies(group, operation: str) -> list[bool]:
+    """Whether copies bring 120 rows of fp32, and 150."""
+    comm, x, w = communicator(group), torch.ones(50, 8), torch.ones(16, 8)
+    for each in (40, 50):
+        getattr(fusedtp, operation)(x[:each], [w, w], group, engine=BY_COPY)
+    return [plan.copies for plan in comm.plans.values()]
+
+
+@pytest.mark.parametrize("operation", ["all_gather_matmul", "all_gather_gated_matmul"])
+def test_copies_bring_no_few_rows(operation):
+    """Their kernel waits for one flag of each rank, and copies would set it too."""
+    pytest.importorskip("triton")
+    assert world(3).run(asked_for_copies, operation, fresh=True) == [[False, True]] * 3
+
+
 @given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 300), st.integers(1, 50), st.integers(1, 5))
 def test_parts_are_every_row_once_a_peer_with_the_flags_of_its_chunks(w, rank, num_rows, chunk, pieces):
     rank %= w
