@@ -11,7 +11,7 @@ only, which may differ. So what must agree stands in entries whose class has no 
     matmul                  rows M, cols N, k K                    tile, tma, specialized, halves
     all_gather_matmul       rows T, cols N of this rank, k K       tile: each rank cuts its own output as it likes; tma
     all_gather_wgrad        rows N of this rank, cols K, k T       tile, tma
-    all_gather              rows of the longest shard, k K         chunk, how many programs send; of both gathers
+    all_gather              rows of the longest shard, k K         chunk, how many programs send; where some do
     matmul_reduce_scatter   rows of the longest shard, cols N      tile, tma, chunk, programs: the owner sums by the
     one_shot, two_shot      rows a rank sums, cols N               senders' tiles; K_r is not asked for
     few_rows                rows T, cols N                         likewise; a tile has at least T rows
