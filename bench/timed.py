@@ -32,12 +32,11 @@ from fusedtp.checks.timeline import html
 from fusedtp.comm.copies import parts, pieces_of
 from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops import launch
-from fusedtp.ops.all_gather_matmul import are_few as are_few_to_gather
 from fusedtp.ops.all_gather_matmul import (
-    few_rows_tile,
+    come_together,
     gather_slot_bytes,
     plan_all_gather_matmul,
-    plan_few_rows_gather,
+    together_tile,
     with_senders,
     without_senders,
 )
@@ -111,7 +110,7 @@ class Problem:
     def few(self) -> bool:
         """Whether the rows of all ranks are multiplied together."""
         if self.operation == GATHER:
-            return self.transport == PROGRAMS and are_few_to_gather(self.rows, self.dtype)
+            return self.transport == PROGRAMS and come_together(self.rows, self.dtype)
         one = self.operation == REDUCE and is_one_shot(self.tokens, self.widths[0], self.dtype)
         return not one and are_few(self.rows, self.widths[0], self.dtype)
 
@@ -122,7 +121,7 @@ class Problem:
         machine, owned, n = machine_of(node), max(self.rows.sizes), self.widths[0]
         if self.operation == GATHER and self.few:
             at = dict(rows=self.tokens, cols=sum(self.widths), k=self.k, even=True)
-            return few_rows_tile(machine, self.dtype, self.world_size, **at)
+            return together_tile(machine, self.dtype, 0, **at)
         if self.operation == GATHER:
             shape = tiles(machine, self.dtype, self.tokens, sum(self.widths))
             config = with_senders(shape, machine, self.rows, FLAGS_PER_SOURCE)
@@ -185,9 +184,10 @@ def fused_run(problem: Problem, node: Node) -> Run:
         x = torch.empty(height, p.k, dtype=p.dtype)
         weights = [torch.empty(width, p.k, dtype=p.dtype) for width in p.widths]
         if p.operation == GATHER:
-            gather = plan_few_rows_gather if p.few else plan_all_gather_matmul
             biases = [None] * len(weights)
-            planned, _, _ = gather(view, rank, w, x, weights, biases, rows, SIGNATURE, False, config, machine)
+            planned, _, _ = plan_all_gather_matmul(
+                view, rank, w, x, weights, biases, rows, SIGNATURE, False, config, machine, together=p.few
+            )
         elif p.operation == SCATTER:
             plan = plan_few_rows_reduce_scatter if p.few else plan_matmul_reduce_scatter
             planned, _ = plan(view, rank, w, [x], weights[:1], None, rows, SIGNATURE, config, machine)
@@ -335,7 +335,7 @@ def alternatives(problem: Problem, node: Node, compare: str) -> Iterator[tuple[s
     yield "as launched", problem
     seen = {problem}
     for choice in COMPARISONS[1:-1] if compare == "all" else (compare,):
-        if gather or choice != "transport":
+        if (gather or choice != "transport") and not (gather and problem.few):  # of few rows there is one way
             for name, other in _others(problem, node, choice):
                 if other not in seen:
                     yield name, other

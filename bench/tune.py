@@ -23,8 +23,7 @@ import torch
 from fusedtp.comm.device_view import epoch_words
 from fusedtp.comm.workspace import FLAGS_PER_SOURCE
 from fusedtp.ops import measured
-from fusedtp.ops.all_gather_matmul import are_few as are_few_to_gather
-from fusedtp.ops.all_gather_matmul import few_rows_tile, plan_all_gather_matmul, plan_few_rows_gather
+from fusedtp.ops.all_gather_matmul import come_together, plan_all_gather_matmul, together_tile
 from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
 from fusedtp.ops.launch import plain, tuned
 from fusedtp.ops.launch.config import (
@@ -97,7 +96,7 @@ class Job:
     @property
     def together(self) -> bool:
         """Whether a gather brings its rows together first, so that no transport is chosen for it."""
-        return are_few_to_gather(Rows((self.rows,)), getattr(torch, self.dtype))
+        return come_together(Rows(split(self.rows, self.ranks)), getattr(torch, self.dtype))
 
     @property
     def case(self) -> Case:
@@ -131,7 +130,7 @@ class Job:
             owners = 1 if self.kernel == "one_shot" else self.ranks
             config = reduction(machine, dtype, at["rows"], at["cols"], flags, owners=owners)
         elif self.kernel == "all_gather_matmul" and self.together:
-            config = few_rows_tile(machine, dtype, **(at | dict(world=0)))
+            config = together_tile(machine, dtype, **(at | dict(world=0)))
         elif self.kernel == "matmul":
             config = local_config(machine, dtype, "ieee", at["rows"], at["cols"])
         else:
@@ -163,7 +162,8 @@ def candidates(job: Job, machine: Machine, limit: int) -> list[Values]:
 
 def refinements(job: Job, machine: Machine, values: Values) -> list[Values]:
     """Configurations that differ from this one in one field that a tile search leaves alone."""
-    choices: dict[str, tuple[int, ...]] = {} if machine.clock == "host" else {"group": (1, 4, 8, 16, 32)}
+    grouped = machine.clock != "host" and not (job.kernel == "all_gather_matmul" and job.together)
+    choices: dict[str, tuple[int, ...]] = {"group": (1, 4, 8, 16, 32)} if grouped else {}
     if "chunk" in tuned.KERNELS[job.kernel].sets and job.kernel != "all_gather":
         choices |= {"chunk": (1, 2, 4)}
         if machine.clock != "host":
@@ -372,8 +372,8 @@ def launch_of(rank: Rank, machine: Machine, job: Job) -> Any:
     x, w = empty(job.rows, job.k), empty(job.n, job.k)
     shard = x[: rows.sizes[rank.rank]]
     if job.case.operation == "all_gather_matmul":
-        gather = plan_few_rows_gather if job.together else plan_all_gather_matmul
-        return gather(*where, shard, [w], [None], rows, 1, False, None, machine)[0]
+        given = (*where, shard, [w], [None], rows, 1, False, None, machine)
+        return plan_all_gather_matmul(*given, together=job.together)[0]
     if job.case.operation == "all_gather_wgrad":
         return plan_all_gather_wgrad(*where, shard, [empty(job.rows, job.n)], rows, *end)[0]
     if job.kernel in ("matmul_reduce_scatter", "few_rows"):
@@ -529,7 +529,7 @@ def held_beside(job: Job, machine: Machine, winners: dict[Key, Values]) -> dict[
     """What the matmul of a gather is launched with while its transport is tuned."""
     if job.kernel != "all_gather":
         return {}
-    other = replace(job, kernel="all_gather_matmul")
+    other = replace(job, kernel=job.case.operation)
     key = other.kernel, other.dtype, tuned.shape_class(other.kernel, machine, **other.extents)
     return {other.kernel: winners[key]} if key in winners else {}
 

@@ -19,7 +19,7 @@ import torch
 from fusedtp.comm.device_view import epoch_words, meet_options, peers_of
 from fusedtp.lint import TARGETS, CompileCase, Report, Target, check_cases, table
 from fusedtp.lint import target as target_named
-from fusedtp.ops.all_gather_matmul import FEW_ROWS as GATHERED_FEW
+from fusedtp.ops.all_gather_matmul import most_together
 from fusedtp.ops.launch import (
     Launch,
     Machine,
@@ -184,10 +184,16 @@ GATHER_VARIANTS = (
     | named(replace(VARIANTS["bf16"], name="bf16-dgrad", widths=(4096,), bias=False, keep=True, transposed=True))
 )
 
-FEW_TO_GATHER = {
-    name: replace(variant, rows=GATHERED_FEW if variant.dtype != "float32" else GATHERED_FEW // 4)
+TOGETHER_VARIANTS = {
+    name: replace(variant, rows=most_together(variant.world_size, getattr(torch, variant.dtype)))
     for name, variant in GATHER_VARIANTS.items()
-} | named(replace(VARIANTS["bf16"], name="bf16-least", rows=16))
+} | named(
+    replace(VARIANTS["bf16"], name="bf16-least", rows=16),
+    replace(VARIANTS["bf16"], name="bf16-wide", rows=512, widths=(16384, 16384)),
+    replace(VARIANTS["bf16"], name="bf16-wide-pointers", rows=512, widths=(16384, 16384), k=4112, tma=False),
+    replace(VARIANTS["bf16"], name="bf16-wide-dgrad", rows=512, widths=(16384,), bias=False, transposed=True),
+    replace(FP8_VARIANTS["fp8-rows"], name="fp8-rows-wide", rows=512, widths=(16384, 16384)),
+)
 
 # Their default is TMA where the target has it; beside it pointers, TF32, and fp8 where there are units for it.
 LOCAL_VARIANTS = VARIANTS | named(
@@ -228,7 +234,7 @@ EVERY_VARIANT = (
     PLAN_VARIANTS
     | SCATTER_VARIANTS
     | FEW_ROWS_VARIANTS
-    | FEW_TO_GATHER
+    | TOGETHER_VARIANTS
     | LOCAL_VARIANTS
     | GROUPED_VARIANTS
     | ARRIVING_VARIANTS
@@ -252,8 +258,8 @@ def variants_of(kernel: str) -> dict[str, Variant]:
     of |= dict.fromkeys(("one_shot_kernel", "two_shot_kernel"), FUSED_VARIANTS | FP8_VARIANTS)
     of |= {
         "few_rows_kernel": FEW_ROWS_VARIANTS,
-        "few_rows_gather_kernel": FEW_TO_GATHER,
-        "few_rows_gated_kernel": {n: v for n, v in FEW_TO_GATHER.items() if not v.dtype.startswith("float8")},
+        "few_rows_gather_kernel": TOGETHER_VARIANTS,
+        "few_rows_gated_kernel": {n: v for n, v in TOGETHER_VARIANTS.items() if not v.dtype.startswith("float8")},
         "matmul_kernel": LOCAL_VARIANTS,
         "moe_matmul_combine_kernel": RETURNING_VARIANTS,
     }

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,12 +32,12 @@ from fusedtp.comm.launching import Launch, layouts
 
 from . import cpu, pointwise
 from .all_gather_matmul import (
-    are_few,
     column_grads,
-    few_rows_args,
+    come_together,
     gather_args,
     gather_slot_bytes,
     sending_of,
+    together_args,
     with_senders,
     without_senders,
 )
@@ -247,7 +248,7 @@ def chunked(
 def triton(
     plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], act: str, products: bool, keep: bool
 ) -> Result:  # fmt: skip
-    """One launch: programs push x to all peers, or copies bring it, while the others multiply and activate."""
+    """One launch: programs push x to all peers, or copies bring it, while the others multiply; few rows all push."""
     rows = plan.rows
     with plan.call() as call:
         copies = call.copies() if plan.copies else None
@@ -259,8 +260,8 @@ def triton(
         if launch is None:
             check(view, plan.slot_bytes, x, [*weights, *biases], rows.total)
             machine = machine_for(view, x)
-            if are_few(rows, x.dtype):
-                launch = prepare_few_rows(x, weights, rows, act, products, None, machine)
+            if come_together(rows, x.dtype):
+                launch = prepare_together(x, weights, rows, act, products, None, machine)
             else:
                 launch = prepare(view, x, weights, rows, act, products, None, machine, copies is not None)
             plan.launches[key] = launch
@@ -280,12 +281,13 @@ def _fake(
 
 
 def _launched(
-    plan: Any, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool, *how: Any
+    together: bool, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool,
+    copied: bool, _: Any,
 ) -> tuple[Launch, dict[str, Tensor]]:  # fmt: skip
     """For the checks, which compare both products: y is rounded, and the properties hold it."""
-    launch, (_, g, u, *gathered) = plan(
+    launch, (_, g, u, *gathered) = plan_all_gather_gated_matmul(
         at.view, at.rank, at.world_size, x, weights, biases, at.rows, at.sig, "silu", True, keep, at.config, at.machine,
-        *how,
+        copied, together,
     )  # fmt: skip
     return launch, {"y0": g, "y1": u, **({"gathered": gathered[0]} if keep else {})}
 
@@ -302,7 +304,7 @@ op = Operation(
         chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize,
         triton=lambda rows, shared: gather_slot_bytes(rows, shared.features, shared.dtype),
     ),
-    copied=lambda rows, dtype: not are_few(rows, dtype),
+    copied=lambda rows, dtype: not come_together(rows, dtype),
     example=Example(
         "column",
         "gather",
@@ -313,29 +315,19 @@ op = Operation(
         )[0],
         gated=True,
     ),
-    kernels=(
+    kernels=tuple(
         FusedKernel(
-            "all_gather_gated_matmul",
-            "all_gather_gated_matmul_kernel",
-            lambda *given: _launched(plan_all_gather_gated_matmul, *given[:-1]),
+            name,
+            f"{name}_kernel",
+            partial(_launched, together),
             gathers=True,
             keeps=True,
             in_runs=True,
             pairs=True,
             formula=linear_reference,
             example=dict(widths=(33,), keep=True),
-        ),
-        FusedKernel(
-            "few_rows_gated",
-            "few_rows_gated_kernel",
-            lambda *given: _launched(plan_few_rows_gated, *given[:-2]),
-            gathers=True,
-            keeps=True,
-            in_runs=True,
-            pairs=True,
-            formula=linear_reference,
-            example=dict(widths=(33,), keep=True),
-        ),
+        )
+        for name, together in (("all_gather_gated_matmul", False), ("few_rows_gated", True))
     ),
 )
 
@@ -374,7 +366,7 @@ def prepare(
     return Launch(all_gather_gated_matmul_kernel, config.programs, args, config)
 
 
-def prepare_few_rows(
+def prepare_together(
     x: Tensor,
     weights: Sequence[Tensor],
     rows: Rows,
@@ -394,7 +386,7 @@ def prepare_few_rows(
         tile = deep(narrowed(tile, machine, rows.total, n, every=True), machine, x.dtype, weights=2)
         tile = of_vectors(tile, machine, *weights)
         config = replace(tile, send_programs=machine.programs, other_programs=0)
-    args = few_rows_args(x, rows, config, machine) | gated_args(config, weights, act)
+    args = together_args(x, rows, config, machine) | gated_args(config, weights, act)
     return Launch(few_rows_gated_kernel, config.programs, args, config)
 
 
@@ -456,48 +448,14 @@ def plan_all_gather_gated_matmul(
     config: Config | None,
     machine: Machine,
     by_copies: bool = False,
+    together: bool = False,
 ) -> tuple[Launch, Result]:
-    """The whole launch, not yet run, and its outputs; see `prepare` and `pointers`."""
+    """The whole launch, not yet run, and its outputs; see `prepare`, `prepare_together` and `pointers`."""
     weights = of_one_layout(weights)
-    launch = prepare(view, x, weights, rows, act, products, config, machine, by_copies)
-    return _planned(launch, view, rank, world_size, x, weights, biases, rows, sig, products, keep, machine)
-
-
-def plan_few_rows_gated(
-    view: Any,
-    rank: int,
-    world_size: int,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    rows: Rows,
-    sig: int,
-    act: str,
-    products: bool,
-    keep: bool,
-    config: Config | None,
-    machine: Machine,
-) -> tuple[Launch, Result]:
-    """The same of few rows."""
-    weights = of_one_layout(weights)
-    launch = prepare_few_rows(x, weights, rows, act, products, config, machine)
-    return _planned(launch, view, rank, world_size, x, weights, biases, rows, sig, products, keep, machine)
-
-
-def _planned(
-    launch: Launch,
-    view: Any,
-    rank: int,
-    world_size: int,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    rows: Rows,
-    sig: int,
-    products: bool,
-    keep: bool,
-    machine: Machine,
-) -> tuple[Launch, Result]:
+    if together:
+        launch = prepare_together(x, weights, rows, act, products, config, machine)
+    else:
+        launch = prepare(view, x, weights, rows, act, products, config, machine, by_copies)
     outs = outputs(x, weights, rows, products, keep)
     peers = peers_of(view, rank, world_size, sig, machine.clock)
     return launch.given(pointers(peers, x, weights, biases, outs, products)), outs

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,11 +70,10 @@ from .operation import (
 from .rows import Rows, rows_of_shard
 from .shards import shards_as_they_arrive
 
-FEW_ROWS = 512  # of all ranks, that are brought together before they are multiplied
+TOGETHER = 512  # rows, see most_together
 PARTS = 16  # of a row on its way, so that all programs send
-WIDEST = (
-    128  # columns of a tile of few rows, or of fp8: for more, sums, scales and addresses fit no registers on sm_100
-)
+COPIED = 16 << 10
+WIDEST_FP8 = 128  # columns of a tile: for more, sums, scales and addresses fit no registers on sm_100
 
 Result = list[Tensor]  # y_i, and the gathered x if `keep`
 
@@ -244,7 +244,7 @@ def chunked(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | 
 
 
 def triton(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool) -> Result:
-    """One launch: programs push x to all peers, or copies bring it, while the others multiply."""
+    """One launch: programs push x to all peers, or copies bring it, while the others multiply; few rows all push."""
     rows = plan.rows
     with plan.call() as call:
         copies = call.copies() if plan.copies else None
@@ -255,8 +255,8 @@ def triton(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | N
         if launch is None:
             check(view, plan.slot_bytes, x, [*weights, *biases], rows.total)
             machine = machine_for(view, x)
-            if are_few(rows, x.dtype):
-                launch = prepare_few_rows(x, weights, rows, None, machine)
+            if come_together(rows, x.dtype):
+                launch = prepare_together(x, weights, rows, None, machine)
             else:
                 launch = prepare(view, x, weights, rows, None, machine, copies is not None)
             plan.launches[key] = launch
@@ -277,11 +277,13 @@ def _fake(spec: Spec, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Ten
 
 
 def _launched(
-    plan: Any, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool, *how: Any
+    together: bool, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool,
+    copied: bool, _: Any,
 ) -> tuple[Launch, dict[str, Tensor]]:  # fmt: skip
-    launch, ys, gathered = plan(
-        at.view, at.rank, at.world_size, x, weights, biases, at.rows, at.sig, keep, at.config, at.machine, *how
-    )
+    launch, ys, gathered = plan_all_gather_matmul(
+        at.view, at.rank, at.world_size, x, weights, biases, at.rows, at.sig, keep, at.config, at.machine, copied,
+        together,
+    )  # fmt: skip
     outputs = {f"y{i}": y for i, y in enumerate(ys)}
     return launch, outputs if gathered is None else {**outputs, "gathered": gathered}
 
@@ -298,7 +300,7 @@ op = Operation(
         chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize,
         triton=lambda rows, shared: gather_slot_bytes(rows, shared.features, shared.dtype),
     ),
-    copied=lambda rows, dtype: not are_few(rows, dtype),
+    copied=lambda rows, dtype: not come_together(rows, dtype),
     example=Example(
         "column",
         "gather",
@@ -306,25 +308,17 @@ op = Operation(
         factors=lambda x, w: (x, w),
         call=lambda x, w, group, sizes, engine: all_gather_matmul(x, [w], group, sizes=sizes, engine=engine)[0],
     ),
-    kernels=(
+    kernels=tuple(
         FusedKernel(
-            "all_gather_matmul",
-            "all_gather_matmul_kernel",
-            lambda *given: _launched(plan_all_gather_matmul, *given[:-1]),
+            name,
+            f"{name}_kernel",
+            partial(_launched, together),
             gathers=True,
             keeps=True,
             in_runs=True,
             example=dict(widths=(17, 5), keep=True),
-        ),
-        FusedKernel(
-            "few_rows_gather",
-            "few_rows_gather_kernel",
-            lambda *given: _launched(plan_few_rows_gather, *given[:-2]),
-            gathers=True,
-            keeps=True,
-            in_runs=True,
-            example=dict(widths=(17, 5), keep=True),
-        ),
+        )
+        for name, together in (("all_gather_matmul", False), ("few_rows_gather", True))
     ),
 )
 
@@ -370,23 +364,28 @@ def prepare(
     return Launch(all_gather_matmul_kernel, config.programs, args, config)
 
 
-def are_few(rows: Rows, dtype: torch.dtype) -> bool:
-    """Whether the rows of all ranks are brought together first. All that is asked is the same on every rank, as the
-    kernel must be.
+def most_together(world_size: int, dtype: torch.dtype) -> int:
+    """Rows of all ranks up to which they are brought together before they are multiplied.
 
-    dtype   of what is multiplied; fp32 takes so long that sending beside it is worth more
+    More take so long that sending beside the product is worth more; so do fewer in fp32, which is multiplied slowly.
     """
-    return rows.total <= (FEW_ROWS if dtype.itemsize <= 2 else FEW_ROWS // 4)
+    most = TOGETHER if world_size >= 4 else TOGETHER // 2
+    return most if dtype.itemsize <= 2 else most // 2
 
 
-def prepare_few_rows(
+def come_together(rows: Rows, dtype: torch.dtype) -> bool:
+    """Whether these rows are. All that is asked is the same on every rank, as the kernel must be."""
+    return rows.total <= most_together(len(rows.sizes), dtype)
+
+
+def prepare_together(
     x: Tensor, weights: Sequence[Tensor], rows: Rows, config: Config | None, machine: Machine
 ) -> Launch:
     """The launch for few rows, likewise."""
     from fusedtp.kernels.all_gather_few_rows import few_rows_gather_kernel
 
-    config = few_rows_config(machine, x.dtype, rows, weights, x.shape[1]) if config is None else config
-    args = dict(**few_rows_args(x, rows, config, machine), **weight_args(config, weights, x.shape[1]))
+    config = together_config(machine, x.dtype, rows, weights, x.shape[1]) if config is None else config
+    args = dict(**together_args(x, rows, config, machine), **weight_args(config, weights, x.shape[1]))
     return Launch(few_rows_gather_kernel, config.programs, args, config)
 
 
@@ -433,69 +432,42 @@ def plan_all_gather_matmul(
     config: Config | None,
     machine: Machine,
     copied: bool = False,
+    together: bool = False,
 ) -> tuple[Launch, list[Tensor], Tensor | None]:
-    """The whole launch, not yet run, and its outputs; see `prepare` and `pointers`."""
-    launch = prepare(view, x, weights, rows, config, machine, copied)
-    return _planned(launch, view, rank, world_size, x, weights, biases, rows, sig, keep, machine)
-
-
-def plan_few_rows_gather(
-    view: Any,
-    rank: int,
-    world_size: int,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    rows: Rows,
-    sig: int,
-    keep: bool,
-    config: Config | None,
-    machine: Machine,
-) -> tuple[Launch, list[Tensor], Tensor | None]:
-    """The same of few rows."""
-    launch = prepare_few_rows(x, weights, rows, config, machine)
-    return _planned(launch, view, rank, world_size, x, weights, biases, rows, sig, keep, machine)
-
-
-def _planned(
-    launch: Launch,
-    view: Any,
-    rank: int,
-    world_size: int,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    rows: Rows,
-    sig: int,
-    keep: bool,
-    machine: Machine,
-) -> tuple[Launch, list[Tensor], Tensor | None]:
+    """The whole launch, not yet run, and its outputs; see `prepare`, `prepare_together` and `pointers`."""
+    if together:
+        launch = prepare_together(x, weights, rows, config, machine)
+    else:
+        launch = prepare(view, x, weights, rows, config, machine, copied)
     outputs = [x.new_empty(rows.total, w.shape[0]) for w in weights]
     gathered = x.new_empty(rows.total, x.shape[1]) if keep else None
     peers = peers_of(view, rank, world_size, sig, machine.clock)
     return launch.given(pointers(launch, peers, x, weights, biases, outputs, gathered)), outputs, gathered
 
 
-def few_rows_config(machine: Machine, dtype: torch.dtype, rows: Rows, weights: Sequence[Tensor], k: int) -> Config:
+def together_config(machine: Machine, dtype: torch.dtype, rows: Rows, weights: Sequence[Tensor], k: int) -> Config:
     """Configuration for few rows and weights [N_i, K]: all programs send, then multiply."""
     cols, even = sum(w.shape[0] for w in weights), all(w.shape[0] % VECTOR == 0 for w in weights)
-    config = few_rows_tile(machine, dtype, len(rows.sizes), rows=rows.total, cols=cols, k=k, even=even)
+    config = together_tile(machine, dtype, len(rows.sizes), rows=rows.total, cols=cols, k=k, even=even)
     by_tma, _ = weights_by_tma(config, weights)
     return of_vectors(config, machine, *(() if by_tma else weights))
 
 
 @tuned.remembered
-def few_rows_tile(machine: Machine, dtype: torch.dtype, world: int, **output: int) -> Config:
-    """The same for an output of so many `rows` and `cols`, k deep; `even` as `tiles` has it.
+def together_tile(machine: Machine, dtype: torch.dtype, world: int, **output: int) -> Config:
+    """Tiles and stages for an output [rows, cols] of `output`, which also has `k`, and `even` as `tiles` has it.
 
-    world   for which a table is asked, too; 0: none is
+    world   ranks for which the table of tuned ones is asked; 0: the default
     """
     found = tuned.lookup("all_gather_matmul", machine, dtype, world=world, **output) if world else tuned.NOTHING
-    shape = tuned.tile(tiles(machine, dtype, output["rows"], output["cols"], bool(output["even"])), found)
-    if not found:
-        if shape.block_n > WIDEST:
-            shape = replace(shape, block_n=WIDEST, max_registers=ALL_REGISTERS)
-        shape = deep(narrowed(shape, machine, output["rows"], output["cols"], every=True), machine, dtype)
+    rows, cols, even = output["rows"], output["cols"], bool(output["even"])
+    if found:
+        shape = tuned.tile(tiles(machine, dtype, rows, cols, even), found)
+    else:  # from the widest tile on, which is narrowed to what the columns fill
+        shape = tiles(machine, dtype, rows, max(cols, 256 * machine.programs), even)
+        if dtype.itemsize == 1 and shape.block_n > WIDEST_FP8:
+            shape = replace(shape, block_n=WIDEST_FP8, max_registers=ALL_REGISTERS)
+        shape = deep(narrowed(shape, machine, rows, cols, every=True), machine, dtype)
     return replace(shape, send_programs=machine.programs, other_programs=0)
 
 
@@ -557,10 +529,12 @@ def weight_args(config: Config, weights: Sequence[Tensor], k: int) -> dict[str, 
     )
 
 
-def few_rows_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> dict[str, Any]:
-    """The arguments that both kernels of few rows take: a piece is part of a row's columns, whole cache lines of it."""
-    on_host = machine.clock == "host"
+def together_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> dict[str, Any]:
+    """The arguments that both kernels of few rows take. A piece is a part of the columns of all rows of a rank, which
+    are copied by blocks of up to COPIED bytes."""
+    on_host, item = machine.clock == "host", x.element_size()
     part = power_of_two(-(-x.shape[1] // (2 if on_host else PARTS)))
+    part = min(max(part, VECTOR), 2048 // item)
     return dict(
         sizes=tuple(odd(size) for size in rows.sizes),
         batch=rows.batch,
@@ -570,8 +544,8 @@ def few_rows_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> di
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        COPY_M=64 if on_host else 8,
-        PART_K=min(max(part, VECTOR), 2048 // x.element_size()),
+        COPY_M=64 if on_host else min(power_of_two(rows.longest), COPIED // (part * item)),
+        PART_K=part,
     )
 
 

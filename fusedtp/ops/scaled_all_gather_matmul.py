@@ -28,15 +28,15 @@ from fusedtp.comm.launching import Launch, layouts
 
 from . import fp8
 from .all_gather_matmul import (
-    WIDEST,
-    are_few,
+    WIDEST_FP8,
     choose_config,
-    few_rows_args,
-    few_rows_config,
+    come_together,
     gather_args,
     gather_tiles,
     pointers,
     sending_of,
+    together_args,
+    together_config,
     weight_args,
     without_senders,
 )
@@ -168,7 +168,7 @@ def triton(
     plan: Plan, packed: Tensor, kind: torch.dtype, weights: list[Tensor], w_scales: list[Tensor],
     biases: list[Tensor | None], dtype: torch.dtype, keep: bool,
 ) -> Result:  # fmt: skip
-    """One launch: programs push packed rows to all peers, or copies bring them, while the others multiply."""
+    """One launch: programs push packed rows, or copies bring them, while the others multiply; few rows all push."""
     rows, x = plan.rows, packed.view(kind)
     weights = [fp8.columns_together(w) for w in weights]
     with plan.call() as call:
@@ -179,8 +179,8 @@ def triton(
         if launch is None:
             check(view, plan.slot_bytes, x, [], max(rows.total, *map(len, weights)), fp8.FORMATS)
             machine = machine_for(view, x)
-            if are_few(rows, x.dtype):
-                launch = prepare_few_rows(x, weights, w_scales, rows, None, machine)
+            if come_together(rows, x.dtype):
+                launch = prepare_together(x, weights, w_scales, rows, None, machine)
             else:
                 launch = prepare(view, x, weights, w_scales, rows, None, machine, copies is not None)
             plan.launches[key] = launch
@@ -201,13 +201,13 @@ def _fake(
 
 
 def _launched(
-    few: bool, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool,
+    together: bool, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool,
     copied: bool, dtype: torch.dtype | None,
 ) -> tuple[Launch, dict[str, Tensor]]:  # fmt: skip
     x, x_scale, weights, w_scales, dtype = fp8.of_check(x, weights, dtype)
     packed = fp8.pack(x, x_scale).view(x.dtype)
-    if few:
-        launch = prepare_few_rows(packed, weights, w_scales, at.rows, at.config, at.machine)
+    if together:
+        launch = prepare_together(packed, weights, w_scales, at.rows, at.config, at.machine)
     else:
         launch = prepare(at.view, packed, weights, w_scales, at.rows, at.config, at.machine, copied)
     outs, gathered = outputs(packed, weights, at.rows, dtype, keep)
@@ -230,18 +230,18 @@ op = Operation(
         triton=lambda rows, shared: rows.total * fp8.row_bytes(shared.features),
     ),
     choose=fp8.choose,
-    copied=lambda rows, dtype: not are_few(rows, dtype),
+    copied=lambda rows, dtype: not come_together(rows, dtype),
     kernels=tuple(
         FusedKernel(
             f"scaled_{name}",
             f"{name}_kernel",
-            partial(_launched, few),
+            partial(_launched, together),
             gathers=True,
             in_runs=True,
             in_fp8=True,
             example=dict(widths=(17, 5)),
         )
-        for name, few in (("all_gather_matmul", False), ("few_rows_gather", True))
+        for name, together in (("all_gather_matmul", False), ("few_rows_gather", True))
     ),
 )
 
@@ -273,15 +273,15 @@ def prepare(
         cols, even = sum(w.shape[0] for w in weights), all(w.shape[0] % VECTOR == 0 for w in weights)
         extents = dict(rows=rows.total, cols=cols, k=k, even=even)
         config = choose_config("all_gather_matmul", machine, x.dtype, rows, view.flags_per_source, k, **extents)
-        if config.block_n > WIDEST:
-            config = replace(config, block_n=WIDEST, max_registers=ALL_REGISTERS)
+        if config.block_n > WIDEST_FP8:
+            config = replace(config, block_n=WIDEST_FP8, max_registers=ALL_REGISTERS)
         config = gather_tiles(config, machine, x[:, :k], weights)
     config = without_senders(config, machine) if copied else config
     args = gather_args(x, rows, config, machine) | weight_args(config, weights, k) | scale_args(x, k, w_scales)
     return Launch(all_gather_matmul_kernel, config.programs, args | dict(HALVES=args["TMA"]), config)
 
 
-def prepare_few_rows(
+def prepare_together(
     x: Tensor,
     weights: Sequence[Tensor],
     w_scales: Sequence[Tensor],
@@ -293,8 +293,8 @@ def prepare_few_rows(
     from fusedtp.kernels.all_gather_few_rows import few_rows_gather_kernel
 
     k = weights[0].shape[1]
-    config = few_rows_config(machine, x.dtype, rows, weights, k) if config is None else config
-    args = few_rows_args(x, rows, config, machine) | weight_args(config, weights, k) | scale_args(x, k, w_scales)
+    config = together_config(machine, x.dtype, rows, weights, k) if config is None else config
+    args = together_args(x, rows, config, machine) | weight_args(config, weights, k) | scale_args(x, k, w_scales)
     return Launch(few_rows_gather_kernel, config.programs, args, config)
 
 

@@ -10,9 +10,9 @@ from torch import nn
 from fusedtp.comm import Communicator, communicator
 from fusedtp.nn.experts import Experts
 from fusedtp.ops import engines, fp8
-from fusedtp.ops.all_gather_matmul import are_few
 from fusedtp.ops.launch import tuned
 from fusedtp.ops.moe import plan as routing
+from fusedtp.ops.operation import OPERATIONS as DECLARED
 from fusedtp.ops.operation import Spec
 from fusedtp.ops.rows import Rows, split
 
@@ -157,7 +157,9 @@ def _explained(
     choice = engines.choose(comm, asked, rows, dtype, known, width)
     transport = ""
     if choice.engine == "triton" and isinstance(parallel, ColumnParallel):
-        transport = choice.transport if comm.workspace.can_copy and not are_few(rows, dtype) else "programs"
+        copied = DECLARED[known].copied
+        can_copy = comm.workspace.can_copy and (copied is None or copied(rows, dtype))
+        transport = choice.transport if can_copy else "programs"
     return Layer(name, operation, choice.engine, choice.reason, transport)
 
 

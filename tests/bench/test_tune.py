@@ -200,9 +200,11 @@ def test_jobs_of_a_model_cover_every_kernel():
 
 
 def test_a_transport_is_tuned_with_the_best_tile_of_its_matmul():
-    job = Job("all_gather", "float32", 2, 64, 64, 64)
-    key = next(iter(tune.classes([replace(job, kernel="all_gather_matmul")], H200)))
-    assert tune.held_beside(job, H200, {key: {"block_m": 16}}) == {"all_gather_matmul": {"block_m": 16}}
+    job = Job("all_gather", "float32", 2, 640, 64, 64)
+    for rows, kernel in ((640, "all_gather_matmul"), (64, "all_gather_wgrad")):  # few rows have no transport elsewhere
+        of = replace(job, rows=rows)
+        key = next(iter(tune.classes([replace(of, kernel=kernel)], H200)))
+        assert tune.held_beside(of, H200, {key: {"block_m": 16}}) == {kernel: {"block_m": 16}}
     assert tune.held_beside(job, HOST, {key: {"block_m": 16}}) == {}
     assert tune.held_beside(replace(job, kernel="two_shot"), H200, {key: {"block_m": 16}}) == {}
 

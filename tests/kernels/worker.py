@@ -27,11 +27,10 @@ from fusedtp.comm.copies import Copies
 from fusedtp.comm.device_view import DeviceView, epoch_words
 from fusedtp.kernels import tiles
 from fusedtp.ops import launch
-from fusedtp.ops.all_gather_gated_matmul import plan_all_gather_gated_matmul, plan_few_rows_gated
+from fusedtp.ops.all_gather_gated_matmul import plan_all_gather_gated_matmul
 from fusedtp.ops.all_gather_matmul import (
     gather_slot_bytes,
     plan_all_gather_matmul,
-    plan_few_rows_gather,
     sending_of,
 )
 from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
@@ -209,7 +208,7 @@ def all_gather_matmul(world: World, c: SimpleNamespace) -> list[str]:
     check(world.view, gather_slot_bytes(s.rows, c.k, mine.dtype), mine, [*weights, *biases], s.total)
     given = world.view, world.rank, world.size, mine, weights, biases, s.rows, c.sig, c.keep, s.config, machine
     if c.few:
-        launch, ys, gathered = plan_few_rows_gather(*given)
+        launch, ys, gathered = plan_all_gather_matmul(*given, together=True)
         launch.run(world.view, mine.device)
     else:
         launch, ys, gathered = plan_all_gather_matmul(*given, copies is not None)
@@ -231,7 +230,7 @@ def all_gather_gated_matmul(world: World, c: SimpleNamespace) -> list[str]:
     check(world.view, gather_slot_bytes(s.rows, c.k, mine.dtype), mine, [*weights, *biases], s.total)
     given = world.view, world.rank, world.size, mine, weights, biases, s.rows, c.sig, "silu", True, c.keep, s.config
     if c.few:
-        launch, (y, g, u, *gathered) = plan_few_rows_gated(*given, machine)
+        launch, (y, g, u, *gathered) = plan_all_gather_gated_matmul(*given, machine, together=True)
         launch.run(world.view, mine.device)
     else:
         launch, (y, g, u, *gathered) = plan_all_gather_gated_matmul(*given, machine, copies is not None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fusedtp.bench.timed import ENGINE, GATHER, REDUCE, SCATTER, Problem, machine_of
 from fusedtp.checks.lint import _view
-from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul, plan_few_rows_gather
+from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
 from fusedtp.ops.matmul_all_reduce import plan_few_rows, plan_one_shot, plan_two_shot
 from fusedtp.sim import Copy, Launch, Run, symmetric
 from fusedtp.sim.timed import Engine, load_node
@@ -118,9 +118,8 @@ def test_a_gather_is_predicted_with_the_configuration_that_is_launched(tokens: i
     problem = Problem(GATHER, tokens, (1024, 512), 64, w)
     x = torch.empty(problem.rows.sizes[1], 64, dtype=torch.bfloat16, device="meta")
     weights = [torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in problem.widths]
-    plan = plan_few_rows_gather if few else plan_all_gather_matmul
     given = _view(w), 1, w, x, weights, [None, None], problem.rows, 12345, False, None, machine_of(node)
-    assert problem.few == few and problem.chosen(node) == plan(*given)[0].config
+    assert problem.few == few and problem.chosen(node) == plan_all_gather_matmul(*given, together=few)[0].config
 
 
 @pytest.mark.parametrize("tokens", [64, 512])  # few rows, and more
