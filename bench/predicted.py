@@ -33,16 +33,17 @@ DTYPES, RANKS = ("bfloat16", "float16"), 8  # of the predictions; fp16 is as fas
 def steps_of(fused: Mapping[int, bool]) -> measured.Steps:
     """Whether the fused kernel wins at these numbers of rows, to [(first rows, engine)], rows rising from 0.
 
-    Few rows have a kernel of their own, so it may win at few and at many, and not between; a win between losses is not
-    taken, nor are rows between a win and a loss.
+    It is taken between two numbers at both of which it wins. Few rows have kernels of their own, so engines may come
+    and go; no noise makes them, as it would where times are measured.
     """
-    rows = sorted(fused)
-    lost = [at for at in rows if not fused[at]]
-    if not lost:
-        return [(0, "triton")]
-    few, many = [at for at in rows if at < lost[0]], [at for at in rows if at > lost[-1]]
-    first = [(0, "triton"), (few[-1] + 1, "collective")] if few else [(0, "collective")]
-    return first + [(at, "triton") for at in many[:1]]
+    steps: measured.Steps = []
+    for at, before in zip(sorted(fused), (0, *sorted(fused))):
+        taken = bool(steps) and steps[-1][1] == "triton"
+        if fused[at] and not taken:
+            steps.append((at if steps else 0, "triton"))
+        elif not fused[at] and (taken or not steps):
+            steps.append((before + 1 if steps else 0, "collective"))
+    return steps
 
 
 def entries_of(rows: Mapping[str, Mapping[str, float]]) -> list[tables.Entry]:

@@ -190,7 +190,7 @@ TOGETHER_VARIANTS = {
 } | named(
     replace(VARIANTS["bf16"], name="bf16-least", rows=16),
     replace(VARIANTS["bf16"], name="bf16-wide", rows=512, widths=(16384, 16384)),
-    replace(VARIANTS["bf16"], name="bf16-wide-pointers", rows=512, widths=(16384, 16384), k=4112, tma=False),
+    replace(VARIANTS["bf16"], name="bf16-wide-pointers", rows=512, widths=(16384, 16384), targets=WITH_FP8, tma=False),
     replace(VARIANTS["bf16"], name="bf16-wide-dgrad", rows=512, widths=(16384,), bias=False, transposed=True),
     replace(FP8_VARIANTS["fp8-rows"], name="fp8-rows-wide", rows=512, widths=(16384, 16384)),
 )

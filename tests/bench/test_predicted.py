@@ -38,9 +38,9 @@ def test_a_fused_kernel_is_taken_where_it_is_predicted_to_be_a_quarter_faster_on
         known = sorted(shares)
         wins = {t: shares[t] * predicted.MARGIN < 1 for t in known}
         for rows in (0, *known, *(t + 1 for t in known), *(t - 1 for t in known)):
-            to, beyond = known[: sum(t < rows for t in known) + 1], [t for t in known if t >= rows] or known[-1:]
-            few, many = all(map(wins.get, to)), all(map(wins.get, [t for t in known if t <= rows][-1:] + beyond))
-            assert (measured.at(entry["engines"], rows)[1] == "triton") == (few or many), (rows, entry["engines"])
+            nearest = [t for t in known if t <= rows][-1:] + [t for t in known if t >= rows][:1]
+            fused = all(map(wins.get, nearest))
+            assert (measured.at(entry["engines"], rows)[1] == "triton") == fused, (rows, entry["engines"])
 
 
 def test_what_is_measured_goes_before_what_is_predicted(tmp_path):

@@ -6,6 +6,8 @@ import torch
 import fusedtp
 from fusedtp.comm import communicator
 from fusedtp.comm.launching import Launch
+from fusedtp.ops.all_gather_matmul import come_together
+from fusedtp.ops.rows import Rows
 from tests.harness import world
 
 W, K = 3, 20
@@ -56,30 +58,31 @@ def test_the_kernel_of_a_sum_changes_with_the_rows_and_the_result_does_not(opera
 
 
 def gathered(group, operation: str, total: int, dtype: str) -> tuple[bool, set[str]]:
-    """The same of a gather; of a gated one its gradient says what its products are."""
-    of, sizes = getattr(torch, dtype), (total // 2, 0, total - total // 2)
-    x, w = numbers(total, K, seed=0).to(of), numbers(17 + group.rank(), K, seed=1 + group.rank()).to(of)
-    mine, want = x.split(sizes)[group.rank()], x.double() @ w.double().T
+    """The same of a gather; of a gated one to the rounding of its dtype."""
+    of, sizes, n = getattr(torch, dtype), (total // 2, 0, total - total // 2), 17 + group.rank()
+    x, w, v = numbers(total, K, seed=0).to(of), numbers(n, K, seed=1).to(of), numbers(n, K, seed=2).to(of)
+    mine, (want, up) = x.split(sizes)[group.rank()], (x.double() @ each.double().T for each in (w, v))
+    how = dict(sizes=sizes, engine="triton")
     if operation == "scaled_all_gather_matmul":
         one = torch.ones(1)
-        got = fusedtp.scaled_all_gather_matmul(mine, one, [w], [one], group, sizes=sizes, engine="triton")[0]
+        got = fusedtp.scaled_all_gather_matmul(mine, one, [w], [one], group, **how)[0]
         return torch.equal(got.double(), want), kernels(group)
     if operation == "all_gather_matmul":
-        got = fusedtp.all_gather_matmul(mine, [w], group, sizes=sizes, engine="triton")[0]
+        got = fusedtp.all_gather_matmul(mine, [w], group, **how)[0]
         return torch.equal(got, want.to(of)), kernels(group)
-    got = fusedtp.all_gather_gated_matmul(mine, [w, w], group, act="gelu", sizes=sizes, engine="triton")[0]
-    near = torch.allclose(got.double(), torch.nn.functional.gelu(want) * want, rtol=torch.finfo(of).eps, atol=1e-5)
-    return near, kernels(group)
+    got = fusedtp.all_gather_gated_matmul(mine, [w, v], group, act="gelu", **how)[0]
+    right = torch.nn.functional.gelu(want) * up
+    return torch.allclose(got.double(), right, rtol=torch.finfo(of).eps, atol=1e-5), kernels(group)
 
 
 @pytest.mark.parametrize(
     "operation, dtype, most",
     [
         ("all_gather_matmul", "float32", 128),
-        ("all_gather_matmul", "bfloat16", 512),
+        ("all_gather_matmul", "bfloat16", 256),
         ("all_gather_gated_matmul", "float32", 128),
-        ("all_gather_gated_matmul", "bfloat16", 512),
-        ("scaled_all_gather_matmul", "float8_e4m3fn", 512),
+        ("all_gather_gated_matmul", "bfloat16", 256),
+        ("scaled_all_gather_matmul", "float8_e4m3fn", 256),
     ],
 )
 def test_the_kernel_of_a_gather_changes_with_the_rows_and_the_result_does_not(operation, dtype, most):
@@ -87,3 +90,10 @@ def test_the_kernel_of_a_gather_changes_with_the_rows_and_the_result_does_not(op
     for total, kernel in zip((most, most + 1), GATHERS[operation], strict=True):
         for right, used in world(W).run(gathered, operation, total, dtype, fresh=True):
             assert right and used == {kernel}, (total, used)
+
+
+@pytest.mark.parametrize("ranks, rows", [(2, 256), (3, 256), (4, 512), (8, 512)])
+def test_more_ranks_bring_more_rows_together(ranks, rows):
+    for dtype, most in ((torch.bfloat16, rows), (torch.float8_e4m3fn, rows), (torch.float32, rows // 2)):
+        assert come_together(Rows((0,) * (ranks - 1) + (most,)), dtype)
+        assert not come_together(Rows((1,) * (ranks - 1) + (most,)), dtype)

@@ -190,7 +190,8 @@ def equals_the_formula(group, case: Case) -> None:
         assert_same(f"rank {group.rank()}: y{i}", mine, right.to(case.dtype))
 
 
-LARGE = Case(GATHER, "triton", (70, 0, 37), (135,) * 3, ((67, 5), (40, 3), (3, 64)), (E5M2, E4M3), biased=True)
+FEW = Case(GATHER, "triton", (70, 0, 37), (135,) * 3, ((67, 5), (40, 3), (3, 64)), (E5M2, E4M3), biased=True)
+MANY = replace(FEW, sizes=(90, 0, 60), batch=2, by_row=(True, True))  # more than are brought together
 SUMMED = Case(SCATTER, "triton", (70, 0, 37), (135, 64, 3), ((67,),) * 3, by_row=(True, False), biased=True)
 IN_ONE_SHOT = replace(SUMMED, operation=REDUCE)
 IN_TWO_SHOTS = replace(SUMMED, operation=REDUCE, sizes=(500, 0, 400), ks=(16, 5, 3), widths=((80,),) * 3)
@@ -198,7 +199,8 @@ IN_TWO_SHOTS = replace(SUMMED, operation=REDUCE, sizes=(500, 0, 400), ks=(16, 5,
 
 @TRITON.marks[0]
 @settings(max_examples=15)
-@example(LARGE)
+@example(FEW)
+@example(MANY)
 @example(SUMMED)
 @example(IN_ONE_SHOT)
 @example(IN_TWO_SHOTS)

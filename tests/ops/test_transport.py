@@ -56,14 +56,19 @@ def test_the_results_do_not_tell_who_brought_the_rows(transports):
 
 
 def asked_for_copies(group, operation: str) -> list[bool]:
-    """Whether copies bring 120 rows of fp32, and 150."""
-    comm, x, w = communicator(group), torch.ones(50, 8), torch.ones(16, 8)
-    for each in (40, 50):
-        getattr(fusedtp, operation)(x[:each], [w, w], group, engine=BY_COPY)
+    """Whether copies bring as many rows as come together, and more."""
+    comm, fp8 = communicator(group), operation.startswith("scaled")
+    x, w = (torch.ones(n, 8).to(torch.float8_e4m3fn if fp8 else torch.float32) for n in (90, 16))
+    for each in (40, 90):
+        if fp8:
+            one = torch.ones(1)
+            fusedtp.scaled_all_gather_matmul(x[:each], one, [w], [one], group, engine=BY_COPY)
+        else:
+            getattr(fusedtp, operation)(x[:each], [w, w], group, engine=BY_COPY)
     return [plan.copies for plan in comm.plans.values()]
 
 
-@pytest.mark.parametrize("operation", ["all_gather_matmul", "all_gather_gated_matmul"])
+@pytest.mark.parametrize("operation", ["all_gather_matmul", "all_gather_gated_matmul", "scaled_all_gather_matmul"])
 def test_copies_bring_no_few_rows(operation):
     """Their kernel waits for one flag of each rank, and copies would set it too."""
     pytest.importorskip("triton")
