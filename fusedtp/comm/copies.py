@@ -9,8 +9,8 @@ it interprets its kernel.
 Note [Copies beside a kernel]
 The kernel waits for the same flags in either transport, and the programs that send cover the same rows with them. So a
 rank may send either way, whatever its peers do, and the common workspace serves both. (Few rows never go by copies:
-their kernel, all_gather_few_rows.py, waits for one flag of each rank.) What makes its slots safe, see Note [Two rotating
-buffers] in workspace.py:
+their kernel, all_gather_few_rows.py, waits for one flag of each rank.) What makes its slots safe, see
+Note [Two rotating buffers] in workspace.py:
 
 - E stands on the current stream behind the fused kernel of the call before, which has waited for every peer's arrival
   in that call; so all peers have left the call before that, and their slots of this parity may be written. It stands
