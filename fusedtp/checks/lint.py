@@ -186,7 +186,7 @@ GATHER_VARIANTS = (
 
 TOGETHER_VARIANTS = {
     name: replace(variant, rows=most_together(variant.world_size, getattr(torch, variant.dtype)))
-    for name, variant in GATHER_VARIANTS.items()
+    for name, variant in (VARIANTS | FP8_VARIANTS).items()
 } | named(
     replace(VARIANTS["bf16"], name="bf16-least", rows=16),
     replace(VARIANTS["bf16"], name="bf16-wide", rows=512, widths=(16384, 16384)),
