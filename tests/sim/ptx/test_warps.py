@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fusedtp.sim.ptx.tensor_core import PENDING
 from tests.sim.ptx.running import run_text
 
 AT = "mad.wide.u32 %rd8, %r0, 4, %rd{}; "
@@ -191,10 +192,11 @@ def test_mma_of_integers_wraps_or_is_limited(limited: str, want: int) -> None:
     assert set(out.tolist()) == {want}
 
 
-@pytest.mark.parametrize("weak", [False, True])
-@pytest.mark.parametrize("kind, low", [("s8", -128), ("u8", 0)])
-def test_wgmma_of_integers(kind: str, low: int, weak: bool) -> None:
-    """D [64, 8] = A [64, 32] B [32, 8] twice, the second time added; operands K-major in units of 8 rows, 16 bytes."""
+def by_wgmma(kind: str, low: int, weak: bool, wait: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """D [4, 128] as threads hold it behind `wait`, and A B.
+
+    D [64, 8] = A [64, 32] B [32, 8] twice, the second time added; operands K-major in units of 8 rows, 16 bytes.
+    """
     torch.manual_seed(1)
     x, pad = (
         torch.randint(low, low + 256, (72, 32)),
@@ -210,14 +212,29 @@ def test_wgmma_of_integers(kind: str, low: int, weak: bool) -> None:
         shl.b32 %r2, %r0, 2; {copies} fence.proxy.async; bar.sync 0;
         mov.b64 %rd2, {strides}; mov.b64 %rd3, {strides | 2048 >> 4}; mov.b32 %r3, 1; setp.eq.b32 %p1, %r3, 1;
         wgmma.fence.sync.aligned; {product} 0; {product} %p1;
-        wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
-        {stores}"""
+        wgmma.commit_group.sync.aligned; {wait}
+        {stores}
+        wgmma.wait_group.sync.aligned 0;"""
     run_text(body, given, out, threads=128, shared=2560, weak=weak)
-    want = 2 * (x[:64] @ x[64:].t())
+    return out, x[:64] @ x[64:].t()
+
+
+@pytest.mark.parametrize("weak", [False, True])
+@pytest.mark.parametrize("kind, low", [("s8", -128), ("u8", 0)])
+def test_wgmma_of_integers(kind: str, low: int, weak: bool) -> None:
+    out, product = by_wgmma(kind, low, weak, "wgmma.wait_group.sync.aligned 0;")
+    want = 2 * product
     for thread in range(128):
         for r in range(4):
             row, column = thread // 32 * 16 + thread % 32 // 4 + 8 * (r // 2), 2 * (thread % 4) + r % 2
             assert out[r, thread] == want[row, column]
+
+
+@pytest.mark.parametrize("wait", ["", "wgmma.wait_group.sync.aligned 1;"])
+def test_the_sums_of_a_product_are_poison_until_its_wait(wait: str) -> None:
+    """PTX ISA, wgmma.wait_group: to read the registers of D before it is undefined behaviour."""
+    out, _ = by_wgmma("s8", -128, True, wait)
+    assert set(out.flatten().tolist()) == {int(PENDING)}
 
 
 @pytest.mark.parametrize("transposed", ["", ".trans"])
