@@ -33,8 +33,8 @@ DTYPES, RANKS = ("bfloat16", "float16"), 8  # of the predictions; fp16 is as fas
 def steps_of(fused: Mapping[int, bool]) -> measured.Steps:
     """Whether the fused kernel wins at these numbers of rows, to [(first rows, engine)], rows rising from 0.
 
-    It is taken between two numbers at both of which it wins. Few rows have kernels of their own, so engines may come
-    and go; no noise makes them, as it would where times are measured.
+    Between two of these numbers it is taken if it wins at both. Few rows have kernels of their own, so it may win, lose
+    and win again; predictions have no noise, so each change is real.
     """
     steps: measured.Steps = []
     for at, before in zip(sorted(fused), (0, *sorted(fused))):

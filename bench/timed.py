@@ -335,7 +335,7 @@ def alternatives(problem: Problem, node: Node, compare: str) -> Iterator[tuple[s
     yield "as launched", problem
     seen = {problem}
     for choice in COMPARISONS[1:-1] if compare == "all" else (compare,):
-        if (gather or choice != "transport") and not (gather and problem.few):  # of few rows there is one way
+        if (gather or choice != "transport") and not (gather and problem.few):  # there is one way to gather few rows
             for name, other in _others(problem, node, choice):
                 if other not in seen:
                     yield name, other

@@ -6,7 +6,8 @@ so that the hidden state is written once. Rows travel as in all_gather_matmul.
 rank r, chunked    copy x to slot | publish | g, u, y of x    | wait r+1 | g, u, y of x_{r+1} | ...
 rank r, triton     some programs push x to every peer; a tile of the others sums both products from the same blocks of
                    x and activates them before they are rounded (kernels/all_gather_gated_matmul.py)
-rank r, few rows   likewise, with tiles of all ranks' rows, once they have come together
+rank r, few rows   all programs push x to every rank, then multiply the rows of all ranks together
+                   (kernels/all_gather_few_rows.py)
 
 forward  y = act(g) * u
 dgrad    dx = matmul_reduce_scatter([dg, du], [gate.T, up.T]), with dg and du of y's gradient
@@ -248,7 +249,7 @@ def chunked(
 def triton(
     plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], act: str, products: bool, keep: bool
 ) -> Result:  # fmt: skip
-    """One launch: programs push x to all peers, or copies bring it, while the others multiply; few rows all push."""
+    """One launch: programs push x, or copies bring it, while the others multiply. With few rows all push first."""
     rows = plan.rows
     with plan.call() as call:
         copies = call.copies() if plan.copies else None

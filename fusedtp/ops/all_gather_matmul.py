@@ -71,8 +71,8 @@ from .rows import Rows, rows_of_shard
 from .shards import shards_as_they_arrive
 
 TOGETHER = 512  # rows, see most_together
-PARTS = 16  # of a row on its way, so that all programs send
-COPIED = 16 << 10
+PARTS = 16  # of a row that is sent, so that there is one for most programs: so many to each rank
+COPIED = 16 << 10  # bytes that a program loads at once
 WIDEST_FP8 = 128  # columns of a tile: for more, sums, scales and addresses fit no registers on sm_100
 
 Result = list[Tensor]  # y_i, and the gathered x if `keep`
@@ -244,7 +244,7 @@ def chunked(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | 
 
 
 def triton(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool) -> Result:
-    """One launch: programs push x to all peers, or copies bring it, while the others multiply; few rows all push."""
+    """One launch: programs push x, or copies bring it, while the others multiply. With few rows all push first."""
     rows = plan.rows
     with plan.call() as call:
         copies = call.copies() if plan.copies else None
@@ -365,16 +365,16 @@ def prepare(
 
 
 def most_together(world_size: int, dtype: torch.dtype) -> int:
-    """Rows of all ranks up to which they are brought together before they are multiplied.
+    """Up to how many rows, over all ranks, are brought together before they are multiplied.
 
-    More take so long that sending beside the product is worth more; so do fewer in fp32, which is multiplied slowly.
+    With more, or with fewer ranks or in fp32 sooner, the product takes long enough to hide the sending.
     """
     most = TOGETHER if world_size >= 4 else TOGETHER // 2
     return most if dtype.itemsize <= 2 else most // 2
 
 
 def come_together(rows: Rows, dtype: torch.dtype) -> bool:
-    """Whether these rows are. All that is asked is the same on every rank, as the kernel must be."""
+    """Whether these rows are. Ranks must choose the same kernel, so this depends only on what they share."""
     return rows.total <= most_together(len(rows.sizes), dtype)
 
 
@@ -529,12 +529,8 @@ def weight_args(config: Config, weights: Sequence[Tensor], k: int) -> dict[str, 
     )
 
 
-def together_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> dict[str, Any]:
-    """The arguments that both kernels of few rows take. A piece is a part of the columns of all rows of a rank, which
-    are copied by blocks of up to COPIED bytes."""
-    on_host, item = machine.clock == "host", x.element_size()
-    part = power_of_two(-(-x.shape[1] // (2 if on_host else PARTS)))
-    part = min(max(part, VECTOR), 2048 // item)
+def row_args(x: Tensor, rows: Rows, config: Config) -> dict[str, Any]:
+    """The arguments that every kernel takes which gathers x [R_r, K]."""
     return dict(
         sizes=tuple(odd(size) for size in rows.sizes),
         batch=rows.batch,
@@ -544,6 +540,19 @@ def together_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> di
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
+    )
+
+
+def together_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> dict[str, Any]:
+    """The arguments that both kernels of few rows take.
+
+    A program sends a part of the columns of all its rank's rows at a time, in blocks of up to COPIED bytes.
+    """
+    on_host, item = machine.clock == "host", x.element_size()
+    part = power_of_two(-(-x.shape[1] // (2 if on_host else PARTS)))
+    part = min(max(part, VECTOR), 2048 // item)
+    return dict(
+        **row_args(x, rows, config),
         COPY_M=64 if on_host else min(power_of_two(rows.longest), COPIED // (part * item)),
         PART_K=part,
     )
@@ -557,16 +566,9 @@ def gather_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> dict
     on_host = machine.clock == "host"
     copy_k = 256 if on_host else 2048 // x.element_size()
     return dict(
-        sizes=tuple(odd(size) for size in rows.sizes),
-        batch=rows.batch,
-        stride_xm=x.stride(0),
-        stride_xk=x.stride(1),
-        K=x.shape[1],
+        **row_args(x, rows, config),
         chunk_rows=config.chunk,
         send_programs=config.send_programs,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
         COPY_M=64 if on_host else 8,
         COPY_K=min(copy_k, max(16, power_of_two(x.shape[1]) // 4)),
         GROUP=config.group,

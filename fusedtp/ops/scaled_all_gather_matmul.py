@@ -5,7 +5,7 @@ The gather of all_gather_matmul, by the same kernel. Rows travel with their scal
 rank r, chunked     packed x to slot | publish | x @ w, scaled | wait r+1 | x_{r+1} @ w, scaled | ...
 rank r, triton      some programs push packed rows to every peer; a tile of fp8 products is summed in fp32, then
                     multiplied by the scales of its rows, which stand behind their values, and of its columns
-rank r, few rows    likewise, with tiles of all ranks' rows, once they have come together
+rank r, few rows    all programs push packed rows to every rank, then multiply those of all ranks together
 
 forward  y_i, summed and scaled in fp32, + b_i, rounded once
 no gradients: fusedtp.nn.FP8Linear has them, made of the operations of fp8
@@ -168,7 +168,7 @@ def triton(
     plan: Plan, packed: Tensor, kind: torch.dtype, weights: list[Tensor], w_scales: list[Tensor],
     biases: list[Tensor | None], dtype: torch.dtype, keep: bool,
 ) -> Result:  # fmt: skip
-    """One launch: programs push packed rows, or copies bring them, while the others multiply; few rows all push."""
+    """One launch: programs push packed rows, or copies bring them, while others multiply. Few rows are pushed first."""
     rows, x = plan.rows, packed.view(kind)
     weights = [fp8.columns_together(w) for w in weights]
     with plan.call() as call:

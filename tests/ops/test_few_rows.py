@@ -58,7 +58,7 @@ def test_the_kernel_of_a_sum_changes_with_the_rows_and_the_result_does_not(opera
 
 
 def gathered(group, operation: str, total: int, dtype: str) -> tuple[bool, set[str]]:
-    """The same of a gather; of a gated one to the rounding of its dtype."""
+    """The same of a gather; of a gated one to the rounding of its dtype, and of 1 + erf in fp32, which may cancel."""
     of, sizes, n = getattr(torch, dtype), (total // 2, 0, total - total // 2), 17 + group.rank()
     x, w, v = numbers(total, K, seed=0).to(of), numbers(n, K, seed=1).to(of), numbers(n, K, seed=2).to(of)
     mine, (want, up) = x.split(sizes)[group.rank()], (x.double() @ each.double().T for each in (w, v))
@@ -71,8 +71,9 @@ def gathered(group, operation: str, total: int, dtype: str) -> tuple[bool, set[s
         got = fusedtp.all_gather_matmul(mine, [w], group, **how)[0]
         return torch.equal(got, want.to(of)), kernels(group)
     got = fusedtp.all_gather_gated_matmul(mine, [w, v], group, act="gelu", **how)[0]
-    right = torch.nn.functional.gelu(want) * up
-    return torch.allclose(got.double(), right, rtol=torch.finfo(of).eps, atol=1e-5), kernels(group)
+    right, eps = torch.nn.functional.gelu(want) * up, torch.finfo(torch.float32).eps
+    near = (got.double() - right).abs() <= torch.finfo(of).eps * right.abs() + eps * (want * up).abs()
+    return bool(near.all()), kernels(group)
 
 
 @pytest.mark.parametrize(
