@@ -367,7 +367,8 @@ def prepare(
 def most_together(world_size: int, dtype: torch.dtype) -> int:
     """Up to how many rows, over all ranks, are brought together before they are multiplied.
 
-    With more, or with fewer ranks or in fp32 sooner, the product takes long enough to hide the sending.
+    A product of more takes long enough to hide the sending. So does one of fewer rows in fp32, or on few ranks, which
+    would load each weight only a few times.
     """
     most = TOGETHER if world_size >= 4 else TOGETHER // 2
     return most if dtype.itemsize <= 2 else most // 2
