@@ -2,7 +2,10 @@
 
 import functools
 import os
+import pickle
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -143,3 +146,20 @@ def test_what_ends_a_warm_python_ends_its_process(number):
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline, "it goes on"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("sent", ["nothing", "a length", "a part", "all"])
+def test_a_client_killed_while_it_asks_takes_nobody_with_it(sent):
+    """Its process ends, which may run before the client knows it, and later clients are served."""
+    request = pickle.dumps((["-c", "import time; time.sleep(600)"], dict(os.environ), os.getcwd()))
+    ended, output = os.pipe()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(Path(warm_python()).with_name("server")))
+        if sent != "nothing":
+            socket.send_fds(client, [len(request).to_bytes(8, "little")], [0, output, 2])
+        client.sendall({"a part": request[:9], "all": request}.get(sent, b""))
+    os.close(output)
+    assert subprocess.run([warm_python(), "-c", "print('fine')"], capture_output=True, timeout=60).stdout == b"fine\n"
+    ready, _, _ = select.select([ended], [], [], 60)
+    assert ready and os.read(ended, 1) == b"", "its process goes on"
+    os.close(ended)

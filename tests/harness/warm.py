@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -115,26 +116,30 @@ class Server:
         client, _ = self.listening.accept()
         length, files, _, _ = socket.recv_fds(client, 8, 3)
         with client.makefile("rb") as stream:
-            request = pickle.loads(stream.read(int.from_bytes(length, "little")))
-        pid = os.fork()
+            request = stream.read(int.from_bytes(length, "little"))
+        pid = os.fork() if len(length) == 8 and len(request) == int.from_bytes(length, "little") else None
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.selector.close()
             for each in (client, self.listening, self.owner, *self.clients.values()):
                 each.close()
-            _become(*request, files)
+            _become(*pickle.loads(request), files)
         for file in files:
             os.close(file)
-        client.sendall(pickle.dumps(pid))
+        if pid is None:  # the client was killed while it asked
+            client.close()
+            return
         self.clients[pid] = client
 
         def gone() -> None:
-            self.selector.unregister(client)
             if self.clients.get(pid) is client:
+                self.selector.unregister(client)
                 os.kill(pid, signal.SIGKILL)
 
         self.selector.register(client, selectors.EVENT_READ, gone)
+        with suppress(OSError):  # a client killed by now is `gone` at the next look
+            client.sendall(pickle.dumps(pid))
 
     def reap(self) -> None:
         os.read(self.woken, 1 << 16)
@@ -142,11 +147,10 @@ class Server:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 client = self.clients.pop(pid)
-                try:
-                    client.sendall(pickle.dumps(status))
+                if client in self.selector.get_map():
                     self.selector.unregister(client)
-                except (OSError, KeyError):
-                    pass  # it has been killed
+                with suppress(OSError):  # it has been killed
+                    client.sendall(pickle.dumps(status))
                 client.close()
 
 
