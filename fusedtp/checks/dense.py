@@ -236,7 +236,7 @@ def operands(call: Call, seed: int) -> Operands:
     others = [[draw(*((sides | {"N": n})[side] for side in kernel.others)) for n in widths] for _ in range(w)]
     biased = call.bias and kernel.others == "NK"
     biases: list[list[Tensor | None]] = [
-        [draw(n) if biased and i == 0 else None for i, n in enumerate(widths)] for _ in range(w)
+        [draw(n) if biased and (kernel.pairs or i == 0) else None for i, n in enumerate(widths)] for _ in range(w)
     ]
     ys = [exact(x, others[r], *([biases[r]] if kernel.others == "NK" else [])) for r in range(w)]
     wanted = {f"y{i}": [of_rank[i] for of_rank in ys] for i in range(len(widths))}

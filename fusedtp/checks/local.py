@@ -56,7 +56,7 @@ class Variant:
 
     k       columns of x
     dtype   of operands
-    apart   rows of x lie an odd number of elements apart, so that no TMA takes them
+    apart   rows of x lie an odd number of elements apart, so that no TMA takes them; between them NaN
     """
 
     machine: Machine
@@ -73,8 +73,8 @@ class Variant:
 
     def rows(self, x: Tensor) -> Tensor:
         """x as its rows lie."""
-        x = x.to(self.dtype)
-        return F.pad(x, (0, 1 + x.shape[1] % 2))[:, : x.shape[1]] if self.apart else x
+        more = 1 + x.shape[1] % 2 if self.apart else 0
+        return F.pad(x, (0, more), value=torch.nan).to(self.dtype)[:, : x.shape[1]]
 
 
 def drawn() -> Callable[..., Tensor]:

@@ -29,9 +29,9 @@ MOST_TURNS = 200_000  # of a schedule, which then has no end; without a fault it
 
 
 @patch("fusedtp.sim.ptx.machine.MOST_TURNS", MOST_TURNS)
-def shown(chosen: Iterable[Trial], compilers: dict[str, Compiler], fine: bool = False) -> tuple[str, str, int]:
+def shown(chosen: Iterable[Trial], compilers: dict[str, Compiler]) -> tuple[str, str, int]:
     """What trials show, until one shows a fault: a result, what was said, schedules. compilers: by target."""
-    every = [(trial, each) for trial in chosen for each in trial.schedules(fine)]
+    every = [(trial, each) for trial in chosen for each in trial.schedules()]
     with patch("fusedtp.sim.explore.compiler_for", compilers.__getitem__):
         for done, (trial, schedule) in enumerate(every, start=1):
             name = trial.case.name
@@ -40,10 +40,10 @@ def shown(chosen: Iterable[Trial], compilers: dict[str, Compiler], fine: bool = 
             except Exception as error:
                 kind = "does not compile" if isinstance(error, UnsupportedKernel) else type(error).__name__
                 return "crashed", f"{kind} in {name}: {str(error)[-300:]}", done
-            rule = outcome.fault.rule if outcome.fault else ""
+            rule, harmless = (outcome.fault.rule, trial.forgives(outcome.fault)) if outcome.fault else ("", True)
             if outcome.late or rule == "raised":
                 return "crashed", f"{outcome.fault or outcome.late} in {name}"[:400], done
-            if rule and not (trial.fails and rule.endswith("race")):
+            if not harmless:
                 return "found", f"{rule} in {name}", done
     return "survived", "", len(every)
 
@@ -61,16 +61,15 @@ def in_ptx(kernel: str, target: str, only: str = "") -> list[Verdict]:
     where, wrong, last = f"{kernel} {target}", list[Verdict](), dict[ptx.Site, Verdict]()
     for trial in trials([kernel], target):
         base = Compiler(target)
-        clean = [Verdict(f"none | {kernel}", where, *shown([trial], {target: base}, fine)) for fine in (False, True)]
-        wrong += [verdict for verdict in clean if not verdict.right]
+        clean = Verdict(f"none | {kernel}", where, *shown([trial], {target: base}))
+        wrong += [] if clean.right else [clean]
         own = {text for text, *_ in base._made.values() if f".entry {kernel}(" in text}
         for site in dict.fromkeys(site for text in own for site in ptx.sites(text) if only in site[0]):
             if site not in last or last[site].result == "survived":
                 other = Compiler(target)
                 for of, (text, shared, maps, scratch) in base._made.items():
                     other._made[of] = ptx.edited(text, site) if text in own else text, shared, maps, scratch
-                got = shown([trial], {target: other}, fine=site[0] == "ptx: drop barrier")
-                last[site] = Verdict(" | ".join(site), where, *got)
+                last[site] = Verdict(" | ".join(site), where, *shown([trial], {target: other}))
     return [*wrong, *last.values()]
 
 

@@ -15,6 +15,8 @@ import numpy as np
 from .clocks import GENERIC, Known, Source
 from .shadow import Event, Operation, Word, program_name
 
+NO_BARRIER = "no barrier stands between what these threads of one program do"
+
 
 class Signal(NamedTuple):
     """A write of a word, and a read after it."""
@@ -35,7 +37,7 @@ def cause(
     """
     before = events[first]
     if before.where == second.where:
-        return "no barrier stands between what these threads of one program do"
+        return NO_BARRIER
     signals = [s for s in _signals(words, events, before.where, first) if s.saw.where == second.where]
     if not signals:
         unread = f"{program_name(second.where)}, has read no word that {program_name(before.where)}, wrote"

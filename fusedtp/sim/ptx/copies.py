@@ -3,13 +3,12 @@
 PTX ISA 8.8: 9.7.9.25 (cp.async, cp.async.bulk.tensor), 9.7.13.15 (mbarrier).
 
 Late copies read and write at their wait, and what they will overwrite is poison until then: a cp.async at its
-wait_group, or now and then at one that does not wait for it; a tensor load once a thread polls its mbarrier; a tensor
-store at its wait_group.
+wait_group, a tensor load once a thread polls its mbarrier, a tensor store at its wait_group. Two that are under way to
+one place race, whichever has to be waited for first.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -24,12 +23,11 @@ from .clocks import ASYNC, Clock, Rows, joined
 from .descriptors import TensorMap
 from .numerics import REDUCTIONS
 from .parse import Address, Imm, Instruction
-from .proxies import FENCES_COPIES
+from .shared import FENCES_COPIES, READ, WRITE
 
 Lanes = Any  # that of program.py, which imports this file, as its Program
 Program = Any
 Array = np.ndarray[Any, Any]
-FIBONACCI = 2654435769  # 2^32 over the golden ratio: products with it are spread evenly
 ALL = -1  # groups that a wait leaves under way: none, and nothing either that is in no group yet
 POISON = np.uint64(0x7F7F7F7F7F7F7F7F)  # a NaN in every float of 8 to 32 bits
 
@@ -62,6 +60,7 @@ class _Copy(NamedTuple):
     """Of each lane: number, group, places in shared memory, addresses, bytes that are read (the rest is 0).
 
     issued   what the program's threads knew then
+    number   of the next access to shared memory then
     """
 
     lanes: Array
@@ -70,6 +69,7 @@ class _Copy(NamedTuple):
     of: Array
     read: Array
     issued: Rows
+    number: int
     size: int
     site: Site
 
@@ -95,8 +95,11 @@ class Copies(_Issued):
         chosen = lanes.chosen(mask)
         read = np.broadcast_to(read, (lanes.count,))[chosen]
         issued = lanes.window.known.frozen()
-        copy = _Copy(chosen, self.groups[chosen], to[chosen], of[chosen], read, issued, size, site)
+        number = lanes.program.shadow.count
+        copy = _Copy(chosen, self.groups[chosen], to[chosen], of[chosen], read, issued, number, size, site)
+        lanes.program.ordered(READ, lanes.program.shadow.cells(copy.to, size), lanes.first + chosen, "cp.async", site)
         if lanes.window.line.weak:
+            lanes.program.begin_copy(lanes.program.shadow.cells(copy.to, size), "cp.async", site)
             lanes.program.write_shared(copy.to, POISON, size, site)
             self.issued.append(copy)
         else:
@@ -112,13 +115,8 @@ class Copies(_Issued):
             for part, where in ((done, landing), (~done, kept)):
                 if part.any():
                     where.append(copy if part.all() else copy.part(part))
-        chance = (lanes.program.executed + lanes.program.salt) * FIBONACCI >> 8
-        early = kept and chance & 7 == 0  # what is not waited for may have landed too, and before the rest
-        self.issued = [] if early else kept
-        parts = [*_together(landing + kept if early else landing)]
-        if early:
-            random.Random(chance).shuffle(parts)  # the same in the same schedule
-        for copy in parts:
+        self.issued = kept
+        for copy in _together(landing):
             self._land(lanes, copy)
 
     @staticmethod
@@ -131,11 +129,14 @@ class Copies(_Issued):
             words[some] = lanes.window.load(at, 4, count, threads, "weak", "", copy.site, copy.issued)
             if (copy.read[some] < copy.size).any():
                 words.view(np.uint8)[np.arange(copy.size) >= copy.read[:, None]] = 0
-        lanes.program.write_shared(copy.to, words, copy.size, copy.site)
-        if FENCES_COPIES:
-            lanes.program.generic.write(copy.to, copy.size, lanes.first + copy.lanes)
-        else:  # what was written there before is gone
-            lanes.program.generic.write_async(copy.to, copy.size)
+        program, threads = lanes.program, lanes.first + copy.lanes
+        program.write_shared(copy.to, words, copy.size, copy.site)
+        cells = program.shadow.cells(copy.to, copy.size)
+        program.shadow.copying[cells] = 0
+        program.ordered(READ, cells, threads, "cp.async", copy.site, copy.number)
+        if not FENCES_COPIES:  # what was written there before is gone
+            program.shadow.forget(cells)
+        program.shadow.note(WRITE, cells, threads, program.past("cp.async", copy.site), FENCES_COPIES)
 
 
 def _together(copies: list[_Copy]) -> Iterator[_Copy]:
@@ -226,7 +227,9 @@ class BulkCopies(_Issued):
     def load(self, lanes: Lanes, tensor: Any, to: Any, at: list[Any], barrier: Any, mask: Any, site: Site) -> None:
         for lane in lanes.chosen(mask).tolist():
             copy = TensorLoad(lanes, lane, tensor, to, at, site, barrier)
+            lanes.program.by_async(copy.cells, copy.by, "tensor load", site, writes=True)
             if lanes.window.line.weak:
+                lanes.program.begin_copy(copy.cells, "tensor load", site)
                 places = copy.tensor.places(copy.shared).reshape(-1)
                 lanes.program.write_shared(places, POISON, copy.tensor.itemsize, site)
                 lanes.program.loads.append(copy)
@@ -236,7 +239,7 @@ class BulkCopies(_Issued):
     def store(self, lanes: Lanes, tensor: Any, of: Any, at: list[Any], reduces: str, mask: Any, site: Site) -> None:
         for lane in lanes.chosen(mask).tolist():
             copy = TensorStore(lanes, lane, tensor, of, at, site, reduces)
-            lanes.program.read_async(copy.tensor.places(copy.shared), "tensor store", site)
+            lanes.program.by_async(copy.cells, copy.by, "tensor store", site)
             if not lanes.window.line.weak:
                 copy.read(lanes.program)
             self.issued.append((lane, int(self.groups[lane]), copy))
@@ -263,15 +266,18 @@ def _of(value: Any, lane: int) -> int:
 class TensorCopy:
     """One tensor copy on its way. Of a value for each lane, or one for all, it keeps that of the lane that issues it.
 
-    shared   address of its box in shared memory
-    issued   what the program's threads knew then
+    shared   address of its box in shared memory; cells: of it, [1, n]
+    issued   what the program's threads knew then; number: of the next access to shared memory
     """
 
     def __init__(self, lanes: Lanes, lane: int, tensor: Any, shared: Any, at: list[Any], site: Site) -> None:
-        self.thread, self.site = lanes.first + lane, site
+        self.thread, self.site, self.number = lanes.first + lane, site, lanes.program.shadow.count
+        self.by, shift = np.array([self.thread]), lanes.program.shadow.shift
         self.tensor: TensorMap = lanes.program.tensor_map(_of(tensor, lane), self.thread, site)
         self.shared, self.coordinates = _of(shared, lane), tuple(_of(x, lane) for x in at)
         self.issued: Rows = lanes.window.known.frozen()
+        each = max(1, (1 << shift) // self.tensor.itemsize)  # elements of a cell, 16 bytes being together
+        self.cells = self.tensor.places(self.shared).reshape(1, -1)[:, ::each] >> shift
 
     def elements(self) -> tuple[Array, Array, Array]:
         """Of the box's elements: which lie in the tensor, the addresses of these, and their thread."""
@@ -292,6 +298,7 @@ class TensorStore(TensorCopy):
         if self.words is None:
             places = self.tensor.places(self.shared)[..., None] + np.arange(self.tensor.itemsize)
             self.words = program.shared[places].view(f"u{self.tensor.itemsize}")[..., 0]
+            program.shadow.note(READ, self.cells, self.by, program.past("tensor store", self.site), False)
         return self.words
 
     def land(self, program: Program) -> None:
@@ -323,5 +330,7 @@ class TensorLoad(TensorCopy):
             words[inside] = program.window.load(places, nb, 1, threads, *how, engine=True)[:, 0]
         to = self.tensor.places(self.shared).reshape(-1)
         program.write_shared(to, words.reshape(-1, 1), nb, self.site)
-        program.generic.write_async(to)
+        program.ordered(READ, self.cells, self.by, "tensor load", self.site, self.number)
+        program.shadow.forget(self.cells[0])
+        program.shadow.copying[self.cells] = 0
         program.barriers[self.barrier].count_down(program.window.known.copied(), 0, -self.tensor.nbytes)

@@ -16,8 +16,8 @@ import numpy as np
 
 from ..faults import Site
 from . import access, copies, descriptors, multimem, numerics, tensor_core
-from .access import is_strong
-from .alu import VIEWS, Emitter
+from .access import counted, is_shared, is_strong
+from .alu import VIEWS, Emitter, size_of, typed
 from .parse import Address, Imm, Instruction, Listing, Operand, Reg, Symbol, Vector, parse
 
 JUMPS = ("bra", "ret", "exit")
@@ -62,9 +62,10 @@ class Kernel:
         return len(first) < len(barriers) or any(i.root == "setmaxnreg" for i in self.listing.instructions)
 
     @cached_property
-    def reads_async(self) -> bool:
-        """Whether it has a wgmma or a copy by TMA, which read shared memory by the async proxy."""
-        return self.by_tma or any(i.root == "wgmma" for i in self.listing.instructions)
+    def grain(self) -> int:
+        """Bytes of the smallest load or store of shared memory, at most 4."""
+        accesses = [i for i in self.listing.instructions if i.root in ("ld", "st") and is_shared(i)]
+        return min([4, *(size_of(typed(i)) * counted(i) for i in accesses)])
 
     @cached_property
     def by_tma(self) -> bool:

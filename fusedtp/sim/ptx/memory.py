@@ -40,9 +40,10 @@ import torch
 
 from ..faults import Access, Fault, Moment, SimulationFault, Site, place_of
 from ..memory import LINE, Allocation, Map
-from .cause import cause
+from .cause import NO_BARRIER, cause
 from .clocks import ALIAS, ASYNC, GENERIC, Carried, Clock, Known, Rows, Slot, Source, Space, carry
 from .shadow import Accessor, Conflict, Event, Operation, Shadow, Word, Write, program_name
+from .shared import Past
 
 ATOMIC_BYTES = 8  # that hardware reads at once. NCCL's LL protocol relies on it, PTX promises a scalar
 STALE = 0.4  # of the strong reads that may return an old value do
@@ -625,6 +626,12 @@ class Window:
         rule = "write-write race" if before.writes and event.writes else "read-write race"
         said = f"rank {a.rank}'s {a.what} and rank {b.rank}'s {b.what} of {a.tensor} {LACKS[lacks]}"
         self._end(Fault("scope" if lacks == SCOPE else rule, said, (a, b)), why)
+
+    def race_in(self, memory: str, before: Past, place: int, now: Past, rule: str = "read-write race") -> None:
+        """Of threads or copies of this program, in memory that only it has."""
+        ends = [Access(*self.where, x.site, x.what, memory, (place,), (place,), x.step) for x in (before, now)]
+        said = f"{program_name(self.where)}: its {before.what} and its {now.what} of {memory} are not ordered"
+        self._end(Fault(rule, said, (*ends,)), lambda: NO_BARRIER if rule.startswith("read") else "both are under way")
 
     def fault(
         self, rule: str, said: str, what: str, site: Site, tensor: str = "", at: tuple[int, ...] = (), cause: str = ""

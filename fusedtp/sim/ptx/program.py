@@ -26,7 +26,7 @@ from .kernel import Kernel
 from .memory import UNSIGNED, WIDEST, Window, rows_of_words
 from .numerics import REDUCTIONS
 from .parse import CONSTANTS, LOCAL, Imm, Instruction, UnsupportedPtx
-from .proxies import GenericWrites
+from .shared import READ, WRITE, Past, SharedShadow
 from .tensor_core import Products, matrix_places, multiply, multiply_doubles
 
 Array = np.ndarray[Any, Any]
@@ -226,7 +226,10 @@ class Lanes:
         memory, at = self._placed(memory, at, mask, site)
         if not memory:
             return self.window.load(at, nb, count, self.part(self.ids, mask), order, scope, site)
-        return self._rows[memory][nb, count][self._rows_at(memory, at, nb * count, mask, site)]
+        rows = self._rows_at(memory, at, nb * count, mask, site)
+        if memory == SHARED:
+            self.program.touch(READ, at, nb * count, self.part(self.ids, mask), "load", site, order != "weak")
+        return self._rows[memory][nb, count][rows]
 
     def store(
         self, memory: str, at: Array, values: Sequence[Any], nb: int, mask: Any, order: str, scope: str, site: Site
@@ -240,7 +243,7 @@ class Lanes:
             raise self.window.fault("out of bounds", "a store to constant memory", "store", site, memory)
         self._rows[memory][nb, len(values)][self._rows_at(memory, at, nb * len(values), mask, site)] = words
         if memory == SHARED:
-            self.program.generic.write(at, nb * len(values), threads)
+            self.program.touch(WRITE, at, nb * len(values), threads, "store", site, order != "weak")
 
     def _placed(self, memory: str, at: Array, mask: Any, site: Site) -> tuple[str, Array]:
         """The memory in which generic addresses lie, of all lanes alike, "" for global memory; and where in it."""
@@ -308,13 +311,13 @@ class Lanes:
             self.program.descriptors[address] = self.window.line.newest(places, 4).tobytes()
 
     def fence_shared(self, mask: Any) -> None:
-        self.program.generic.fence(self.part(self.ids, mask))
+        self.program.shadow.fence(self.part(self.ids, mask))
 
     def meet_warps(self, mask: Any) -> None:
         threads = self.part(self.ids, mask)
         for warp in np.unique(threads // 32).tolist():
             self.window.known.meet(threads[threads // 32 == warp])
-        self.program.generic.meet()
+        self.program.shadow.meet()
 
     def atomic_shared(self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site) -> Array:
         new, dtype = updated(operation, t, [self.part(np.broadcast_to(x, self.count), mask) for x in values])
@@ -325,13 +328,16 @@ class Lanes:
             old[number] = view[place]
             made = new(number, old[number])
             view[place] = old[number] if made is None else made
-        self.program.generic.write(places * dtype.itemsize, dtype.itemsize, self.part(self.ids, mask))
+        self.program.touch(WRITE, self.part(at, mask), dtype.itemsize, self.part(self.ids, mask), "atomic", site, True)
         return old.view(UNSIGNED[dtype.itemsize])
 
     def load_matrix(self, at: Array, rows: list[int], transposed: bool, mask: Any, site: Site) -> None:
         self.whole_warps(mask, "ldmatrix", site)
         halves = np.array([matrix_places(at, matrix, transposed) for matrix in range(len(rows))])
-        places = self.program.rows_at(halves if mask is True else halves[..., mask], 2, site)
+        halves = halves if mask is True else halves[..., mask]
+        places = self.program.rows_at(halves, 2, site)
+        threads = np.broadcast_to(self.part(self.ids, mask), halves.shape).reshape(-1)
+        self.program.touch(READ, halves.reshape(-1), 2, threads, "ldmatrix", site)
         low, high = self.program.shared.view(np.uint16)[places].astype(np.uint32).swapaxes(0, 1)
         for row, words in zip(rows, low | (high << np.uint32(16)), strict=True):
             self.u[row][... if mask is True else mask] = words
@@ -371,7 +377,7 @@ class Lanes:
             clock = self.window.known.clock(self.first + lane) if arrivals[lane] else None
             barrier.count_down(clock, int(arrivals[lane]), int(nbytes[lane]))
             if not nbytes[lane]:  # else it is for TMA's bytes
-                self.program.generic.meet()
+                self.program.shadow.meet()
         self.window.vain = 0
 
     def mbarrier_wait(self, at: Array, parity: Any, mask: Any, site: Site) -> Array:
@@ -455,7 +461,7 @@ class Program:
         self.salt = hash((state[0], state[-1], index)) & 0xFFFFFFFF
         self.shared = np.full(-(-kernel.listing.shared // WIDEST) * WIDEST // 8, POISON).view(np.uint8)
         self.shared_rows = rows_of_words(self.shared)
-        self.generic = GenericWrites(len(self.shared), self.threads, kernel.reads_async)
+        self.shadow = SharedShadow(len(self.shared), self.threads, kernel.grain)
         self.barriers: dict[int, Barrier] = {}
         self.descriptors: dict[int, bytes] = {}  # by address: what a fence has let copies see
         self.arrivals: dict[int, list[tuple[int, Clock]]] = {}  # by barrier: threads that do not wait, what they know
@@ -528,7 +534,7 @@ class Program:
             threads = np.concatenate([vector.ids[group.mask] for vector, group in groups])
             self.window.known.meet(threads, [clock for _, clock in arrivals])
             self.arrivals.pop(number, None)
-            self.generic.meet()
+            self.shadow.meet(everyone=len(threads) == self.threads)
             for _, group in groups:
                 group.barrier = None
         if everyone and not met:
@@ -577,11 +583,37 @@ class Program:
         whole = self.shared_rows[min(size, 8), max(size // 8, 1)]
         whole[rows] = words if isinstance(words, np.uint64) else words.view(whole.dtype)
 
-    def read_async(self, at: Array, what: str, site: Site) -> None:
-        """By the async proxy, at these addresses, soon."""
-        if self.generic.lacking(at):
-            said = "what threads wrote to shared memory is read there without a fence.proxy.async between"
-            raise self.window.fault("missing proxy fence", said, what, site, SHARED, (int(at.min()),))
+    def touch(
+        self, kind: int, at: Array, nbytes: int, threads: Array, what: str, site: Site, strong: bool = False
+    ) -> None:
+        """Threads read or write nbytes bytes of shared memory at each address. strong: or by an atomic."""
+        cells = self.shadow.cells(at, nbytes)
+        if strong:
+            self.shadow.meet(everyone=True)
+        self.ordered(1 - kind, cells, threads, what, site)
+        self.shadow.note(kind, cells, threads, self.past(what, site))
+
+    def past(self, what: str, site: Site) -> Past:
+        return Past(self.window.known.slot.tick, len(self.window.line.events), site, what)
+
+    def ordered(self, kind: int, cells: Array, threads: Array, what: str, site: Site, since: int = 0) -> None:
+        """Raises where another warp has read or written them before, as `SharedShadow.racing` says."""
+        if found := self.shadow.racing(kind, cells, threads, self.window.known, since):
+            self.window.race_in(SHARED, *found, self.past(what, site))
+
+    def begin_copy(self, cells: Array, what: str, site: Site) -> None:
+        now = self.past(what, site)
+        if found := self.shadow.begin(cells, now):
+            self.window.race_in(SHARED, *found, now, "write-write race")
+
+    def by_async(self, cells: Array, threads: Array, what: str, site: Site, writes: bool = False) -> None:
+        """The async proxy, for these threads, reads or writes cells [1, n], soon."""
+        self.ordered(READ if writes else WRITE, cells, threads, what, site)
+        for kind in (WRITE, READ)[: 1 + writes]:
+            if self.shadow.lacking(kind, cells):
+                did, at = ("read from", "wrote to")[kind], int(cells.min()) << self.shadow.shift
+                said = f"between this and what threads {did} shared memory there, a fence.proxy.async is missing"
+                raise self.window.fault("missing proxy fence", said, what, site, SHARED, (at,))
 
     def tensor_map(self, address: int, thread: int, site: Site) -> TensorMap:
         """The descriptor there: an argument, or what the kernel has written."""

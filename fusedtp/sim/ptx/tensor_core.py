@@ -23,6 +23,7 @@ from ..faults import Site
 from .alu import Emitter, handles
 from .numerics import ELEMENTS, elements, saturate
 from .parse import Imm, Instruction, Operand, Reg, UnsupportedPtx
+from .shared import READ
 
 Lanes = Any  # that of program.py, which imports this file
 Array = np.ndarray[Any, Any]
@@ -190,10 +191,19 @@ class Product(NamedTuple):
     right: Array
     scale: Array
 
+    def _operand(self, operand: int, descriptor: int) -> tuple[int, int, int, bool]:
+        itemsize = np.dtype(ELEMENTS[self.a][0]).itemsize
+        return descriptor, self.n if operand else 64, itemsize, bool(self.transposed[operand])
+
     def places(self, operand: int, descriptor: int) -> Array:
         """Where A (operand 0) or B (1) lies in shared memory."""
-        itemsize = np.dtype(ELEMENTS[self.a][0]).itemsize
-        return operand_places(descriptor, self.n if operand else 64, itemsize, bool(self.transposed[operand]))
+        return operand_places(*self._operand(operand, descriptor))
+
+    def cells(self, shift: int) -> list[Array]:
+        """Of 1 << shift bytes, [1, n] of each operand of each warp."""
+        given = [(1, d) for d in {*self.right.tolist()}]
+        given += [(0, d) for d in {*self.left.tolist()}] if self.left is not None else []
+        return [operand_cells(shift, *self._operand(*each)) for each in given]
 
 
 PENDING = np.uint32(0x7FC0DEAD)  # a NaN: what stands in D until the wait
@@ -204,22 +214,21 @@ class Products:
 
     def __init__(self, late: bool) -> None:
         self.late, self.group = late, 0
-        self.issued: list[tuple[int, Product]] = []
+        self.issued: list[tuple[int, Product, Site]] = []
         self.sums: dict[tuple[int, ...], Array] = {}  # by D's registers
 
     def issue(self, lanes: Lanes, product: Product, mask: Any, site: Site) -> None:
         lanes.whole_warps(mask, "wgmma", site)
         if mask is not True:
             raise UnsupportedPtx(f"wgmma by some warps of a program in lockstep, at {site}")
-        for operand, descriptors in ((1, product.right), (0, product.left)):
-            for descriptor in {*descriptors.tolist()} if descriptors is not None else ():
-                lanes.program.read_async(product.places(operand, descriptor), "wgmma", site)
+        for cells in product.cells(lanes.program.shadow.shift):
+            lanes.program.by_async(cells, lanes.ids[:1], "wgmma", site)
         if product.d not in self.sums:
             self.sums[product.d] = unpacked(_rows(lanes.u, product.d), product.to)
             if self.late:
                 for x in product.d:
                     lanes.u[x][:] = PENDING
-        self.issued.append((self.group, product))
+        self.issued.append((self.group, product, site))
         if not self.late:
             self._run(lanes, len(self.issued))
 
@@ -227,14 +236,17 @@ class Products:
         self.group += 1
 
     def wait(self, lanes: Lanes, left: int) -> None:
-        self._run(lanes, sum(group < self.group - left for group, _ in self.issued))
+        self._run(lanes, sum(group < self.group - left for group, *_ in self.issued))
 
     def _run(self, lanes: Lanes, count: int) -> None:
         done, self.issued = self.issued[:count], self.issued[count:]
-        for _, product in done:
+        shadow = lanes.program.shadow
+        for _, product, site in done:
             self._multiply(lanes, product)
-        for d, to in {product.d: product.to for _, product in done}.items():
-            if all(product.d != d for _, product in self.issued):
+            for cells in product.cells(shadow.shift):
+                shadow.note(READ, cells, lanes.ids[::32], lanes.program.past("wgmma", site), unfenced=False)
+        for d, to in {product.d: product.to for _, product, _ in done}.items():
+            if all(product.d != d for _, product, _ in self.issued):
                 for x, made in zip(d, packed(self.sums.pop(d), to), strict=True):
                     lanes.u[x][:] = made
 
@@ -269,6 +281,11 @@ SWIZZLES = {0: (16, 0), 1: (128, 7), 2: (64, 3), 3: (32, 1)}  # bytes of a row o
 def swizzled(places: Array, mask: int) -> Array:
     """Bits 4 and up of a place in shared memory, exchanged by its bits 7 and up. PTX ISA 5.5.7."""
     return places ^ (((places >> 7) & mask) << 4)
+
+
+@lru_cache(maxsize=4096)
+def operand_cells(shift: int, *operand: Any) -> Array:
+    return np.unique(operand_places(*operand) >> shift)[None]
 
 
 @lru_cache(maxsize=4096)
