@@ -40,10 +40,10 @@ from typing import Any, TypeVar
 import torch
 
 import fusedtp.sim
+from fusedtp.limits import OutOfTime, time_limit
 from fusedtp.sim.case import Case, Launch, Run
 from fusedtp.sim.explore import SCHEDULE_SECONDS, TARGET, Outcome, Schedule, exhaust, explore, trace
 from fusedtp.sim.faults import Fault, Moment, UnsupportedKernel, short_path
-from fusedtp.sim.limits import OutOfTime, time_limit
 
 OWN = (os.path.dirname(__file__), os.path.dirname(fusedtp.sim.__file__))
 WORLD_SIZE = 4  # the default

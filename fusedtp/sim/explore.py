@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from fusedtp.limits import OutOfTime, time_limit
+
 from .case import Case, Launch, Run
 from .faults import Fault, Mismatch, Moment, SimulationFault, Site, unwaivable
 from .launching import plain
-from .limits import OutOfTime, time_limit
 from .memory import Memory
 from .ptx import TARGETS
 from .ptx.launch import Compiler

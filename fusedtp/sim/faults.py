@@ -147,13 +147,13 @@ class Moment(NamedTuple):
 
 
 RULES = {
-    "write-write race": "two programs write the same bytes and nothing orders them",
-    "read-write race": "one program reads what another writes and nothing orders them",
+    "write-write race": "two programs, or copies, write the same bytes and nothing orders them",
+    "read-write race": "one program, or warp, reads what another writes and nothing orders them",
     "scope": "two ranks use one word with atomics whose scope does not reach the other rank",
     "never written": "a load reads workspace that nobody has written",
     "out of bounds": "an access outside every allocation that the case named",
     "misaligned": "an access whose address is no multiple of its size",
-    "missing proxy fence": "an asynchronous read of what threads wrote to shared memory or a descriptor, unfenced",
+    "missing proxy fence": "an asynchronous access to what threads used in shared memory, or a descriptor, unfenced",
     "deadlock": "every live program waits and nothing can wake it",
     "no progress": "a limit of steps or turns was reached: a loop does not end, or is a very long one",
     "wrong value": "the result differs from the reference",

@@ -1,11 +1,5 @@
-"""Launches as users write them, made plain: one kernel, a grid of three numbers, every argument by name.
-
-    autotune       the config that the launch names, or every config in turn: that of schedule `turn`
-    heuristics     computed from the arguments, as Triton does before a launch
-    grid           a function of the arguments, called
-    defaults       what the kernel's signature says of arguments that are not given
-    options        num_warps, num_stages and the like among the arguments go to the compiler
-    replace        device functions that have another body here, and what those know of the world: see nvshmem.py
+"""Launches as users write them ("Kernels as they are launched" in docs/checking-kernels.md), made plain: one kernel, a
+grid of three numbers, every argument by name.
 
 Raises UnsupportedKernel for what is no kernel of Triton's, ValueError for arguments or a grid that do not fit it.
 """

@@ -1,14 +1,8 @@
 """Who runs next. A strategy sees the runnable programs and the number of switches so far; all draw from one seed.
 
-random            anyone, at every switch
-round_robin       in turn
-run_to_block      the same one until it waits or ends
-starve_rank       one rank only when no other can run
-starve_program    one program only when no other can run
-pct               fixed priorities, lowered at d random points (Burckhardt et al. 2010, "A Randomized Scheduler
-                  with Probabilistic Guarantees of Finding Bugs"): finds a bug of depth d with probability
-                  at least 1 / (n k^(d-1)) for n programs and k steps
-replay            a list of choices, then run_to_block: what `exhaust` uses
+Who is starved runs only when nobody else can. pct has fixed priorities, lowered at d random points, and finds a bug of
+depth d with probability at least 1 / (n k^(d-1)) for n programs and k steps (Burckhardt et al. 2010, "A Randomized
+Scheduler with Probabilistic Guarantees of Finding Bugs").
 """
 
 from __future__ import annotations
@@ -55,7 +49,7 @@ class StarveRank(Strategy):
 
     def pick(self, runnable: Sequence[Runnable], current: Runnable | None) -> int:
         others = [i for i, each in enumerate(runnable) if each.rank != self.victim]
-        return self.rng.choice(others) if others else self.rng.randrange(len(runnable))
+        return self.rng.choice(others or range(len(runnable)))
 
 
 class StarveProgram(Strategy):

@@ -20,6 +20,7 @@ LAYERS = (
     "ops",
     "nn",
     "parallel",
+    "limits",
     "targets",
     "sim",
     "lint",

@@ -155,17 +155,17 @@ class Known:
     def clock(self, thread: int) -> Clock:
         """All that a thread knows, itself included; what it does from here on is not in it."""
         clock: Clock = self.rows[self.which[thread]].copy()
-        clock[GENERIC, self.first + thread] = self._over()
+        clock[GENERIC, self.first + thread] = self.over()
         return clock
 
     def together(self, threads: Array) -> Clock:
         """All that these threads know, themselves included."""
         held = list(set(self.which[threads].tolist())) if self.used > 1 else [0]
         clock: Clock = self.rows[held].max(0) if len(held) > 1 else self.rows[held[0]].copy()
-        clock[GENERIC, self.first + threads] = self._over()
+        clock[GENERIC, self.first + threads] = self.over()
         return clock
 
-    def _over(self) -> int:
+    def over(self) -> int:
         """The tick that ends now: what threads do from here on has a later one."""
         self.slot.tick += 1
         return self.slot.tick - 1
@@ -191,7 +191,7 @@ class Known:
         """A barrier of these threads. others: of threads that have only arrived."""
         self._fit()
         if self.used == 1 and not others and len(threads) == self.threads:
-            self.rows[0, GENERIC, self.first : self.engine] = self._over()
+            self.rows[0, GENERIC, self.first : self.engine] = self.over()
             return
         clock = reduce(joined, others, self.together(threads))
         if len(threads) == self.threads:
@@ -229,7 +229,7 @@ class Known:
                 self.acquire([thread], self.space.fences, scope)
                 carry(self.space.fences, {self.scoped[scope]: self.clock(thread)})
         if order != "acquire":
-            published = self.frozen(), self._over()
+            published = self.frozen(), self.over()
             for thread in threads.tolist():
                 self.fenced.setdefault(thread, {})[scope] = published
 
@@ -238,7 +238,7 @@ class Known:
         if proxy >= self.space.proxies:
             return
         self._fit()
-        tick = self._over()
+        tick = self.over()
         for at in set(self.which[threads].tolist()):
             members = threads[self.which[threads] == at]
             own = self._own(at, members)
@@ -262,13 +262,13 @@ class Known:
     def copied(self) -> Clock:
         """What the end of an asynchronous copy publishes: that alone, 8.9.1.1."""
         clock = np.zeros((self.space.proxies, self.space.capacity), np.int32)
-        clock[:, self.engine] = self._over()
+        clock[:, self.engine] = self.over()
         return clock
 
     def end(self) -> Clock:
         """What the end of the program publishes to what its stream does next: all, for every proxy."""
         clock = self.together(np.arange(self.threads))
-        clock[GENERIC, self.engine] = self._over()
+        clock[GENERIC, self.engine] = self.over()
         clock[ASYNC:] = clock[GENERIC]
         return clock
 

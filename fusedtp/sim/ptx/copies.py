@@ -9,9 +9,7 @@ one place race, whichever has to be waited for first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,19 +55,15 @@ def _count(x: Any) -> int:
 
 
 class _Copy(NamedTuple):
-    """Of each lane: number, group, places in shared memory, addresses, bytes that are read (the rest is 0).
-
-    issued   what the program's threads knew then
-    number   of the next access to shared memory then
-    """
+    """Of each lane: number, group, places in shared memory, addresses, bytes that are read (the rest is 0)."""
 
     lanes: Array
     groups: Array
     to: Array
     of: Array
     read: Array
-    issued: Rows
-    number: int
+    issued: Rows  # what the program's threads knew then
+    begun: int  # the tick then
     size: int
     site: Site
 
@@ -94,12 +88,13 @@ class Copies(_Issued):
     def issue(self, lanes: Lanes, to: Array, of: Array, size: int, read: Array, mask: Any, site: Site) -> None:
         chosen = lanes.chosen(mask)
         read = np.broadcast_to(read, (lanes.count,))[chosen]
-        issued = lanes.window.known.frozen()
-        number = lanes.program.shadow.count
-        copy = _Copy(chosen, self.groups[chosen], to[chosen], of[chosen], read, issued, number, size, site)
-        lanes.program.ordered(READ, lanes.program.shadow.cells(copy.to, size), lanes.first + chosen, "cp.async", site)
+        shadow, known = lanes.program.shadow, lanes.window.known
+        issued, tick = known.frozen(), known.slot.tick
+        copy = _Copy(chosen, self.groups[chosen], to[chosen], of[chosen], read, issued, tick, size, site)
+        cells = shadow.cells(copy.to, size)
+        shadow.follow(READ, cells, lanes.first + chosen, "cp.async", site)
         if lanes.window.line.weak:
-            lanes.program.begin_copy(lanes.program.shadow.cells(copy.to, size), "cp.async", site)
+            shadow.begin_copy(cells, "cp.async", site)
             lanes.program.write_shared(copy.to, POISON, size, site)
             self.issued.append(copy)
         else:
@@ -116,7 +111,7 @@ class Copies(_Issued):
                 if part.any():
                     where.append(copy if part.all() else copy.part(part))
         self.issued = kept
-        for copy in _together(landing):
+        for copy in landing:
             self._land(lanes, copy)
 
     @staticmethod
@@ -129,22 +124,11 @@ class Copies(_Issued):
             words[some] = lanes.window.load(at, 4, count, threads, "weak", "", copy.site, copy.issued)
             if (copy.read[some] < copy.size).any():
                 words.view(np.uint8)[np.arange(copy.size) >= copy.read[:, None]] = 0
-        program, threads = lanes.program, lanes.first + copy.lanes
-        program.write_shared(copy.to, words, copy.size, copy.site)
-        cells = program.shadow.cells(copy.to, copy.size)
-        program.shadow.copying[cells] = 0
-        program.ordered(READ, cells, threads, "cp.async", copy.site, copy.number)
-        if not FENCES_COPIES:  # what was written there before is gone
-            program.shadow.forget(cells)
-        program.shadow.note(WRITE, cells, threads, program.past("cp.async", copy.site), FENCES_COPIES)
-
-
-def _together(copies: list[_Copy]) -> Iterator[_Copy]:
-    """Copies in a row by one line, of one group, issued with the same knowledge, as one."""
-    for _, group in groupby(copies, lambda copy: (id(copy.issued), copy.size, copy.site, copy.groups[0])):
-        first, *rest = group
-        alike = zip(*(copy[:5] for copy in (first, *rest)))
-        yield _Copy._make([*map(np.concatenate, alike), *first[5:]]) if rest else first
+        lanes.program.write_shared(copy.to, words, copy.size, copy.site)
+        shadow, threads = lanes.program.shadow, lanes.first + copy.lanes
+        cells, how = shadow.cells(copy.to, copy.size), ("cp.async", copy.site)
+        shadow.end_copy(cells, threads, *how, copy.begun, FENCES_COPIES)
+        shadow.note(WRITE, cells, threads, *how, FENCES_COPIES)
 
 
 # -- mbarrier ----------------------------------------------------------------------------------------------------------
@@ -227,9 +211,9 @@ class BulkCopies(_Issued):
     def load(self, lanes: Lanes, tensor: Any, to: Any, at: list[Any], barrier: Any, mask: Any, site: Site) -> None:
         for lane in lanes.chosen(mask).tolist():
             copy = TensorLoad(lanes, lane, tensor, to, at, site, barrier)
-            lanes.program.by_async(copy.cells, copy.by, "tensor load", site, writes=True)
+            lanes.program.shadow.touch_async(WRITE, copy.cells, copy.by, "tensor load", site)
             if lanes.window.line.weak:
-                lanes.program.begin_copy(copy.cells, "tensor load", site)
+                lanes.program.shadow.begin_copy(copy.cells, "tensor load", site)
                 places = copy.tensor.places(copy.shared).reshape(-1)
                 lanes.program.write_shared(places, POISON, copy.tensor.itemsize, site)
                 lanes.program.loads.append(copy)
@@ -239,7 +223,7 @@ class BulkCopies(_Issued):
     def store(self, lanes: Lanes, tensor: Any, of: Any, at: list[Any], reduces: str, mask: Any, site: Site) -> None:
         for lane in lanes.chosen(mask).tolist():
             copy = TensorStore(lanes, lane, tensor, of, at, site, reduces)
-            lanes.program.by_async(copy.cells, copy.by, "tensor store", site)
+            lanes.program.shadow.touch_async(READ, copy.cells, copy.by, "tensor store", site)
             if not lanes.window.line.weak:
                 copy.read(lanes.program)
             self.issued.append((lane, int(self.groups[lane]), copy))
@@ -267,11 +251,11 @@ class TensorCopy:
     """One tensor copy on its way. Of a value for each lane, or one for all, it keeps that of the lane that issues it.
 
     shared   address of its box in shared memory; cells: of it, [1, n]
-    issued   what the program's threads knew then; number: of the next access to shared memory
+    issued   what the program's threads knew then; begun: the tick then
     """
 
     def __init__(self, lanes: Lanes, lane: int, tensor: Any, shared: Any, at: list[Any], site: Site) -> None:
-        self.thread, self.site, self.number = lanes.first + lane, site, lanes.program.shadow.count
+        self.thread, self.site, self.begun = lanes.first + lane, site, lanes.window.known.slot.tick
         self.by, shift = np.array([self.thread]), lanes.program.shadow.shift
         self.tensor: TensorMap = lanes.program.tensor_map(_of(tensor, lane), self.thread, site)
         self.shared, self.coordinates = _of(shared, lane), tuple(_of(x, lane) for x in at)
@@ -298,7 +282,7 @@ class TensorStore(TensorCopy):
         if self.words is None:
             places = self.tensor.places(self.shared)[..., None] + np.arange(self.tensor.itemsize)
             self.words = program.shared[places].view(f"u{self.tensor.itemsize}")[..., 0]
-            program.shadow.note(READ, self.cells, self.by, program.past("tensor store", self.site), False)
+            program.shadow.note(READ, self.cells, self.by, "tensor store", self.site, unfenced=False)
         return self.words
 
     def land(self, program: Program) -> None:
@@ -330,7 +314,5 @@ class TensorLoad(TensorCopy):
             words[inside] = program.window.load(places, nb, 1, threads, *how, engine=True)[:, 0]
         to = self.tensor.places(self.shared).reshape(-1)
         program.write_shared(to, words.reshape(-1, 1), nb, self.site)
-        program.ordered(READ, self.cells, self.by, "tensor load", self.site, self.number)
-        program.shadow.forget(self.cells[0])
-        program.shadow.copying[self.cells] = 0
+        program.shadow.end_copy(self.cells, self.by, "tensor load", self.site, self.begun, unfenced=False)
         program.barriers[self.barrier].count_down(program.window.known.copied(), 0, -self.tensor.nbytes)

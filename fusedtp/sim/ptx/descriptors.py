@@ -33,20 +33,14 @@ ELEMENTS = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f32", "f64",
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What a descriptor says: a tensor in memory, and the box of it that a copy moves.
-
-    shape, strides   of the tensor, outermost first, in elements
-    box              likewise
-    type             of an element, as PTX names it
-    swizzle          0 none, 1 to 3 for rows of 32, 64, 128 bytes in shared memory
-    """
+    """What a descriptor says: a tensor in memory, and the box of it that a copy moves. Outermost first, in elements."""
 
     base: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
-    type: str
-    swizzle: int
+    type: str  # of an element, as PTX names it
+    swizzle: int  # 0 none, 1 to 3 for rows of 32, 64, 128 bytes in shared memory
 
     @property
     def itemsize(self) -> int:

@@ -107,11 +107,7 @@ class Machine:
     """Runs one schedule; `run` raises SimulationFault.
 
     compiler    of the launches' kernels
-    resident    programs of a rank alive at once; None: all; "varying": changes during the run
-    weak        strong reads may return old values, asynchronous copies and products land at their wait
-    fine        warp by warp, in place of all lanes in lockstep
-    trace       keep what happens, in line.trace
-    waived      names of findings to go past, with how often each was met
+    resident, weak, fine    as explore.Schedule has them; trace, waived as Line has
     """
 
     def __init__(

@@ -3,19 +3,9 @@
 While a schedule runs, all tensors lie one after another on a line of bytes. An address becomes a place on the line by
 the tensor that holds it, so that no access leaves its tensor. `land` copies the line back into the tensors.
 
-One model holds, that of PTX (ISA 8.8, section 8, "Memory Consistency Model"), in these terms:
-
-    weak accesses     are checked for races by clocks (clocks.py, shadow.py). One without a race has one value that it
-                      may return, the newest. A race ends the schedule as a fault.
-    strong accesses   (relaxed, acquire, release, volatile, atomic) of a word may race with each other. A write is the
-                      newest of its word. A read returns, by the seed, any write of the word that is not older than
-                      the newest one that happened before or was read before (8.10.6, 8.10.7); an atomic, the newest.
-                      So relaxed operations are reordered, as others see it; acquires and fences end that.
-    wide reads        a vector of words is read by aligned units of 8 bytes, each by itself: the rest tears
-
-Note [Allowed and not shown]. A read does not return what is written later in the schedule, so no load buffering; a
-write does not slip under another in the coherence order of a word (2+2W); of a word's past, 16 writes are kept. Of one
-instruction by which all threads write the same value, as inline PTX does with a scalar, the first and the last count.
+The model is that of PTX (ISA 8.8, section 8): "Late effects" in docs/checking-kernels.md says what it shows and what
+not. A weak access without a race may return one value, the newest. A strong read returns, by the seed, any write of its
+word that is not older than the newest one that happened before or was read before (8.10.6, 8.10.7).
 
 Note [Heartbeats]. What its polls see tells a program that waits from one that works. News are words that it has not
 read before, and those of its last few polls that others have changed since. Who stores works. An atomic of its own that
@@ -43,7 +33,6 @@ from ..memory import LINE, Allocation, Map
 from .cause import NO_BARRIER, cause
 from .clocks import ALIAS, ASYNC, GENERIC, Carried, Clock, Known, Rows, Slot, Source, Space, carry
 from .shadow import Accessor, Conflict, Event, Operation, Shadow, Word, Write, program_name
-from .shared import Past
 
 ATOMIC_BYTES = 8  # that hardware reads at once. NCCL's LL protocol relies on it, PTX promises a scalar
 STALE = 0.4  # of the strong reads that may return an old value do
@@ -546,7 +535,7 @@ class Window:
         line.sequence += 1
         before = word.writes[max(len(word.writes) - 2, 0)]
         if before.number > self.begun and before.value == value == word.writes[-1].value:
-            word.writes.pop()  # copies by one instruction: Note [Allowed and not shown]
+            word.writes.pop()  # copies by one instruction: of them the first and the last count
         word.writes.append(Write(line.sequence, value, carried))
         unit, changes = word.place // UNIT, line.changes
         last = line.changed.get(unit, 0)
@@ -627,11 +616,17 @@ class Window:
         said = f"rank {a.rank}'s {a.what} and rank {b.rank}'s {b.what} of {a.tensor} {LACKS[lacks]}"
         self._end(Fault("scope" if lacks == SCOPE else rule, said, (a, b)), why)
 
-    def race_in(self, memory: str, before: Past, place: int, now: Past, rule: str = "read-write race") -> None:
-        """Of threads or copies of this program, in memory that only it has."""
-        ends = [Access(*self.where, x.site, x.what, memory, (place,), (place,), x.step) for x in (before, now)]
-        said = f"{program_name(self.where)}: its {before.what} and its {now.what} of {memory} are not ordered"
-        self._end(Fault(rule, said, (*ends,)), lambda: NO_BARRIER if rule.startswith("read") else "both are under way")
+    def race_in(self, memory: str, earlier: int, place: int, now: Event) -> None:
+        """Of threads or copies of this program, in memory that only it has. earlier: number of an event."""
+        before, numbers = self.line.events[earlier], (earlier, len(self.line.events))
+        a, b = (Access(*e.where, e.site, e.what, memory, (place,), (place,), n) for e, n in zip((before, now), numbers))
+        rule, why = (
+            ("write-write race", "both are under way")
+            if before.writes and now.writes
+            else ("read-write race", NO_BARRIER)
+        )
+        said = f"{program_name(self.where)}: its {a.what} and its {b.what} of {memory} are not ordered"
+        self._end(Fault(rule, said, (a, b)), lambda: why)
 
     def fault(
         self, rule: str, said: str, what: str, site: Site, tensor: str = "", at: tuple[int, ...] = (), cause: str = ""

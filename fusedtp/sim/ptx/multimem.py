@@ -1,9 +1,5 @@
 """multimem: one access to the memory of every rank at once, through a multicast address (NVLink SHARP).
 
-    multimem.ld_reduce    the sum, least, greatest, ... of what all ranks have at an address
-    multimem.st           a store to all of them
-    multimem.red          an atomic on each of them
-
 PTX ISA 8.8, section 9.7.9.14. A multicast address, `Memory.multicast` of a case, stands for the same place in the
 memory of every rank; each instruction is one access to each, in an order of ranks that no kernel may count on. Sums of
 16-bit floats are in fp32, rounded once, with .acc::f32; else each sum is rounded. What a switch does may differ, which

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import torch
 
 Array = np.ndarray[Any, Any]
 
@@ -185,27 +186,19 @@ def to_tf32(x: Array, rounding: str) -> Array:
     return np.where(np.isfinite(x), (bits + added) & np.uint32(0xFFFFE000), bits).astype(np.uint32)
 
 
-# places by which the bits go up to be those of an fp16, which is smaller by so much; the largest number, the least NaN
-FP8 = {"e4m3": (7, 256, 0x7E, 0x7F), "e5m2": (8, 1, 0x7B, 0x7D)}
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def from_fp8(bits: Array, kind: str) -> Array:
     """fp32 of e4m3 or e5m2. e4m3 has no infinity, and one NaN of each sign."""
-    up, scale, _, nan = FP8[kind]
-    bits = np.asarray(bits).astype(np.uint16)
-    half = ((bits & 0x80) << 8 | (bits & 0x7F) << up).astype(np.uint16).view(np.float16)
-    value = half.astype(np.float32) * np.float32(scale)
-    return np.where(bits & 0x7F < nan, value, np.copysign(np.float32(np.nan), value))
+    return torch.from_numpy(np.ascontiguousarray(bits)).view(FP8[kind]).float().numpy()
 
 
 def to_fp8(x: Array, kind: str) -> Array:
-    """Bits of the nearest, ties to even, limited to the largest finite number (satfinite); NaN becomes 0x7F."""
-    x = np.asarray(x, np.float64)
-    finite = from_fp8(np.arange(FP8[kind][2] + 1), kind).astype(np.float64)
-    middles = (finite[:-1] + finite[1:]) / 2
-    middles[1::2] = np.nextafter(middles[1::2], 0)  # there the upper neighbour is even
-    magnitude = np.searchsorted(middles, np.abs(x))
-    return np.where(np.isnan(x), 0x7F, magnitude | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
+    """Bits of the nearest to fp32, ties to even, limited to the largest finite number (satfinite); NaN becomes 0x7F."""
+    most = torch.finfo(FP8[kind]).max
+    finite = torch.from_numpy(np.ascontiguousarray(x)).clamp(-most, most)
+    return np.where(np.isnan(x), 0x7F, finite.to(FP8[kind]).view(torch.uint8).numpy()).astype(np.uint8)
 
 
 # the word that an element has, and the fp32 (or int32) of such words

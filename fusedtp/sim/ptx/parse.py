@@ -43,27 +43,19 @@ class Reg(NamedTuple):
 
 
 class Imm(NamedTuple):
-    """A number as it is written."""
-
-    text: str
+    text: str  # a number as it is written
 
 
 class Special(NamedTuple):
-    """%tid.x and the like, without the %."""
-
-    name: str
+    name: str  # %tid.x and the like, without the %
 
 
 class Symbol(NamedTuple):
-    """A parameter, a label, a variable in shared memory."""
-
-    name: str
+    name: str  # of a parameter, a label, a variable in shared memory
 
 
 class Vector(NamedTuple):
-    """{a, b, ...}, or a|b."""
-
-    items: tuple[Operand, ...]
+    items: tuple[Operand, ...]  # {a, b, ...}, or a|b
 
 
 class Address(NamedTuple):
@@ -79,20 +71,15 @@ Operand = Reg | Imm | Special | Symbol | Vector | Address
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction of a kernel.
+    """An instruction of a kernel."""
 
-    op      the opcode with its modifiers
-    guard   the predicate under which it is executed, if any
-    note    of a call: the text that its first argument points to
-    """
-
-    op: str
+    op: str  # the opcode with its modifiers
     args: tuple[Operand, ...]
     site: Site
     text: str
-    guard: Reg | None = None
+    guard: Reg | None = None  # the predicate under which it is executed, if any
     negated: bool = False
-    note: str = ""
+    note: str = ""  # of a call: the text that its first argument points to
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
@@ -116,26 +103,17 @@ class Instruction:
 
 @dataclass
 class Listing:
-    """A kernel's instructions in order.
-
-    parameters  bytes of each
-    registers   how many there are of each width
-    labels      name -> index of the instruction that follows
-    threads     of a program
-    shared      bytes of shared memory, with the variables that the text declares
-    local       bytes of local memory of a thread
-    constants   bytes of the module's constants
-    """
+    """A kernel's instructions in order."""
 
     name: str
-    parameters: dict[str, int]
-    threads: int
+    parameters: dict[str, int]  # bytes of each
+    threads: int  # of a program
     instructions: list[Instruction]
-    labels: dict[str, int]
-    registers: dict[int, int]
-    shared: int
-    local: int
-    constants: bytes
+    labels: dict[str, int]  # index of the instruction that follows
+    registers: dict[int, int]  # how many there are of each width
+    shared: int  # bytes of a program, with the variables that the text declares
+    local: int  # bytes of a thread
+    constants: bytes  # of the module
 
 
 def parse(text: str, shared: int = 0) -> Listing:

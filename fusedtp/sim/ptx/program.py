@@ -26,7 +26,7 @@ from .kernel import Kernel
 from .memory import UNSIGNED, WIDEST, Window, rows_of_words
 from .numerics import REDUCTIONS
 from .parse import CONSTANTS, LOCAL, Imm, Instruction, UnsupportedPtx
-from .shared import READ, WRITE, Past, SharedShadow
+from .shared import READ, WRITE, SharedShadow
 from .tensor_core import Products, matrix_places, multiply, multiply_doubles
 
 Array = np.ndarray[Any, Any]
@@ -228,7 +228,7 @@ class Lanes:
             return self.window.load(at, nb, count, self.part(self.ids, mask), order, scope, site)
         rows = self._rows_at(memory, at, nb * count, mask, site)
         if memory == SHARED:
-            self.program.touch(READ, at, nb * count, self.part(self.ids, mask), "load", site, order != "weak")
+            self.program.shadow.touch(READ, at, nb * count, self.part(self.ids, mask), "load", site, order != "weak")
         return self._rows[memory][nb, count][rows]
 
     def store(
@@ -243,7 +243,7 @@ class Lanes:
             raise self.window.fault("out of bounds", "a store to constant memory", "store", site, memory)
         self._rows[memory][nb, len(values)][self._rows_at(memory, at, nb * len(values), mask, site)] = words
         if memory == SHARED:
-            self.program.touch(WRITE, at, nb * len(values), threads, "store", site, order != "weak")
+            self.program.shadow.touch(WRITE, at, nb * len(values), threads, "store", site, order != "weak")
 
     def _placed(self, memory: str, at: Array, mask: Any, site: Site) -> tuple[str, Array]:
         """The memory in which generic addresses lie, of all lanes alike, "" for global memory; and where in it."""
@@ -328,7 +328,9 @@ class Lanes:
             old[number] = view[place]
             made = new(number, old[number])
             view[place] = old[number] if made is None else made
-        self.program.touch(WRITE, self.part(at, mask), dtype.itemsize, self.part(self.ids, mask), "atomic", site, True)
+        self.program.shadow.touch(
+            WRITE, self.part(at, mask), dtype.itemsize, self.part(self.ids, mask), "atomic", site, True
+        )
         return old.view(UNSIGNED[dtype.itemsize])
 
     def load_matrix(self, at: Array, rows: list[int], transposed: bool, mask: Any, site: Site) -> None:
@@ -337,7 +339,7 @@ class Lanes:
         halves = halves if mask is True else halves[..., mask]
         places = self.program.rows_at(halves, 2, site)
         threads = np.broadcast_to(self.part(self.ids, mask), halves.shape).reshape(-1)
-        self.program.touch(READ, halves.reshape(-1), 2, threads, "ldmatrix", site)
+        self.program.shadow.touch(READ, halves.reshape(-1), 2, threads, "ldmatrix", site)
         low, high = self.program.shared.view(np.uint16)[places].astype(np.uint32).swapaxes(0, 1)
         for row, words in zip(rows, low | (high << np.uint32(16)), strict=True):
             self.u[row][... if mask is True else mask] = words
@@ -461,7 +463,7 @@ class Program:
         self.salt = hash((state[0], state[-1], index)) & 0xFFFFFFFF
         self.shared = np.full(-(-kernel.listing.shared // WIDEST) * WIDEST // 8, POISON).view(np.uint8)
         self.shared_rows = rows_of_words(self.shared)
-        self.shadow = SharedShadow(len(self.shared), self.threads, kernel.grain)
+        self.shadow = SharedShadow(window, len(self.shared), self.threads, kernel.grain)
         self.barriers: dict[int, Barrier] = {}
         self.descriptors: dict[int, bytes] = {}  # by address: what a fence has let copies see
         self.arrivals: dict[int, list[tuple[int, Clock]]] = {}  # by barrier: threads that do not wait, what they know
@@ -582,38 +584,6 @@ class Program:
         rows = self.rows_at(at, size, site, what="copy")
         whole = self.shared_rows[min(size, 8), max(size // 8, 1)]
         whole[rows] = words if isinstance(words, np.uint64) else words.view(whole.dtype)
-
-    def touch(
-        self, kind: int, at: Array, nbytes: int, threads: Array, what: str, site: Site, strong: bool = False
-    ) -> None:
-        """Threads read or write nbytes bytes of shared memory at each address. strong: or by an atomic."""
-        cells = self.shadow.cells(at, nbytes)
-        if strong:
-            self.shadow.meet(everyone=True)
-        self.ordered(1 - kind, cells, threads, what, site)
-        self.shadow.note(kind, cells, threads, self.past(what, site))
-
-    def past(self, what: str, site: Site) -> Past:
-        return Past(self.window.known.slot.tick, len(self.window.line.events), site, what)
-
-    def ordered(self, kind: int, cells: Array, threads: Array, what: str, site: Site, since: int = 0) -> None:
-        """Raises where another warp has read or written them before, as `SharedShadow.racing` says."""
-        if found := self.shadow.racing(kind, cells, threads, self.window.known, since):
-            self.window.race_in(SHARED, *found, self.past(what, site))
-
-    def begin_copy(self, cells: Array, what: str, site: Site) -> None:
-        now = self.past(what, site)
-        if found := self.shadow.begin(cells, now):
-            self.window.race_in(SHARED, *found, now, "write-write race")
-
-    def by_async(self, cells: Array, threads: Array, what: str, site: Site, writes: bool = False) -> None:
-        """The async proxy, for these threads, reads or writes cells [1, n], soon."""
-        self.ordered(READ if writes else WRITE, cells, threads, what, site)
-        for kind in (WRITE, READ)[: 1 + writes]:
-            if self.shadow.lacking(kind, cells):
-                did, at = ("read from", "wrote to")[kind], int(cells.min()) << self.shadow.shift
-                said = f"between this and what threads {did} shared memory there, a fence.proxy.async is missing"
-                raise self.window.fault("missing proxy fence", said, what, site, SHARED, (at,))
 
     def tensor_map(self, address: int, thread: int, site: Site) -> TensorMap:
         """The descriptor there: an argument, or what the kernel has written."""

@@ -51,18 +51,13 @@ def program_name(where: tuple[int, str, int]) -> str:
 
 
 class Conflict(NamedTuple):
-    """An earlier access that races with one now.
-
-    cells       of the one now that overlap it
-    by, tick    the earlier thread's coordinate, and when it was
-    proxy       ASYNC or ALIAS: only a fence of this proxy is missing
-    """
+    """An earlier access that races with one now."""
 
     event: int
-    cells: Array
-    by: int
-    tick: int
-    proxy: int = GENERIC
+    cells: Array  # of the one now that overlap it
+    by: int  # the earlier thread's coordinate
+    tick: int  # when it was
+    proxy: int = GENERIC  # ASYNC or ALIAS: only a fence of this proxy is missing
 
 
 class Accessor(NamedTuple):

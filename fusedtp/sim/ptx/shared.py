@@ -1,9 +1,9 @@
 """Who accessed each piece of a program's shared memory last: accesses that nothing orders, and missing proxy fences.
 
-Two warps race where one reads what the other writes, and no barrier, mbarrier or other edge of clocks.py leads from the
-one to the other. Lanes of a warp do not race here, nor do two writes, as threads may store copies of a value; a thread
-that reads what its own warp wrote too reads such a copy. Strong accesses and atomics of shared memory count as a
-barrier of all threads: rather a fault too few than a false alarm.
+Two warps race where one reads what the other writes, and no edge of clocks.py leads from the one to the other. Lanes of
+a warp do not race here, nor do two writes, as threads may store copies of a value; a thread that reads what its own
+warp wrote too reads such a copy. Strong accesses and atomics count as a barrier of all threads: rather a fault too few
+than a false alarm. Two copies race that are under way to one place.
 
 wgmma and copies by TMA access shared memory by the async proxy; ld, st, ldmatrix, stmatrix, atomics and cp.async by the
 generic one. A fence.proxy.async has to stand between a generic write and an access by the async proxy, and between a
@@ -12,56 +12,45 @@ the thread of the generic one, or by another one after threads have met at a bar
 the machine no value is wrong without it. So what accesses by the async proxy looks whether one is missing.
 
 Note [Stamps]: of every cell, of as many bytes as the smallest access, the last read and the last write by each warp
-leave a stamp: the number of the access, whether it needs no fence, and the thread. Accesses leave them late, when
-somebody looks: mostly all threads have met since, and nobody has to.
+leave a stamp: the tick, the number of its event, whether it wants a fence, and the thread. Accesses leave them late,
+when somebody looks: mostly all threads have met since, and nobody has to.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..faults import Site
-from .clocks import GENERIC, Known
+from .access import SHARED
+from .clocks import GENERIC
+from .shadow import Event
 
 Array = np.ndarray[Any, Any]
+Window = Any  # that of memory.py
 # Triton 3.6 puts no fence between cp.async and wgmma, and its kernels run right on an H100; 3.9 does.
 FENCES_COPIES = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
 READ, WRITE = 0, 1
-THREADS, UNFENCED, BITS = (1 << 10) - 1, 1 << 10, 11  # of a stamp; then the number
-REMEMBERED = 1024  # accesses, the last ones
+THREADS, UNFENCED, EVENT, EVENTS, TICK = (1 << 10) - 1, 1 << 10, 11, (1 << 29) - 1, 40  # of a stamp
 MOST_LOGGED = 512
-
-
-class Past(NamedTuple):
-    """An access as reports name it, and the tick of the program at which it happened. step: as in faults.Access."""
-
-    tick: int
-    step: int
-    site: Site
-    what: str
 
 
 class SharedShadow:
     """Of a program's shared memory, of so many bytes, by its threads. grain: bytes of a cell, at most 4.
 
-    count     the number of the next access; 0 is no one's
-    ordered   what came before this number happened before all that any thread does
-    covered   a fence covers what came before this number, whoever did it; fenced: of a thread, what it did itself
-    copying   of each cell the copy that is under way to it: its number in `copies`, or 0
+    ordered   what happened up to this tick happened before all that any thread does
+    covered   a fence covers what happened up to this tick, whoever did it; fenced: of a thread, what it did itself
+    copying   of each cell the copy that is under way to it: the number of its event, or 0
     """
 
-    def __init__(self, nbytes: int, threads: int, grain: int = 4) -> None:
-        self.shift = grain.bit_length() - 1
-        self.last = np.zeros((2, -(-threads // 32), (nbytes >> self.shift) + 32), np.int64)
-        self.copying, self.copies = np.zeros(self.last.shape[2], np.int32), list[Past]()
+    def __init__(self, window: Window, nbytes: int, threads: int, grain: int = 4) -> None:
+        self.window, self.known, self.shift, size = window, window.known, grain.bit_length() - 1, nbytes // grain + 32
+        self.last, self.copying = np.zeros((2, -(-threads // 32), size), np.int64), np.zeros(size, np.int32)
         self.fenced, self.steps = np.zeros(threads, np.int64), np.arange(32)
-        self.count = self.ordered = self.met = self.covered = 1
-        self.newest = [0, 0]  # by kind
-        self.recent: deque[Past] = deque(maxlen=REMEMBERED)
+        self.ordered = self.met = self.covered = 0
+        self.newest = [0, 0]  # ticks of the last accesses, by kind
         self.log: list[tuple[int, Array, Array]] = []  # kind, stamps, cells of accesses that have left no stamps yet
 
     def cells(self, at: Array, nbytes: int) -> Array:
@@ -69,12 +58,73 @@ class SharedShadow:
         cells: Array = at[:, None] >> self.shift
         return cells if nbytes >> self.shift <= 1 else cells + self.steps[: nbytes >> self.shift]
 
-    def note(self, kind: int, cells: Array, threads: Array, past: Past, unfenced: bool = True) -> None:
+    # -- accesses: each raises SimulationFault for what it finds ------------------------------------------------------
+
+    def touch(
+        self, kind: int, at: Array, nbytes: int, threads: Array, what: str, site: Site, strong: bool = False
+    ) -> None:
+        """Threads [n] read or write nbytes bytes at [n] addresses. strong: or by an atomic."""
+        cells = self.cells(at, nbytes)
+        if strong:
+            self.meet(everyone=True)
+        self.follow(1 - kind, cells, threads, what, site)
+        self.note(kind, cells, threads, what, site)
+
+    def touch_async(self, kind: int, cells: Array, threads: Array, what: str, site: Site) -> None:
+        """The async proxy, for these threads, reads or writes cells [1, n], soon."""
+        self.follow(1 - kind, cells, threads, what, site)
+        for before in (WRITE, READ)[: 1 + kind]:
+            if self.lacking(before, cells):
+                did, place = ("read from", "wrote to")[before], int(cells.min()) << self.shift
+                said = f"between this and what threads {did} shared memory there, a fence.proxy.async is missing"
+                raise self.window.fault("missing proxy fence", said, what, site, SHARED, (place,))
+
+    def begin_copy(self, cells: Array, what: str, site: Site) -> None:
+        """It is under way to these cells from now on, until `end_copy`."""
+        under_way, event = self.copying[cells], Event(self.window.where, site, what, True)
+        if under_way.any():
+            self._race(under_way, cells, under_way > 0, event)
+        self.copying[cells] = self.window.line.event(event)
+
+    def end_copy(self, cells: Array, threads: Array, what: str, site: Site, begun: int, unfenced: bool) -> None:
+        """begun: the tick when it began. unfenced: it writes by the generic proxy."""
+        self.copying[cells] = 0
+        self.follow(READ, cells, threads, what, site, begun)
+        if not unfenced:  # what was written there before is gone
+            self._settle()
+            self.last[:, :, cells] = 0
+
+    def follow(self, kind: int, cells: Array, threads: Array, what: str, site: Site, begun: int = 0) -> None:
+        """Raises where another warp's last access of this kind is not ordered before that of these threads now.
+
+        begun   of a copy at its end: what has happened since that tick races
+        """
+        least = begun or self.ordered + 1
+        if self.newest[kind] < least:
+            return
+        self._settle()
+        warps = threads[:, None] >> 5
+        for warp, last in enumerate(self.last[kind]):
+            stamps = last[cells]
+            late = (stamps >= least << TICK) & (warps != warp)
+            if kind == WRITE:
+                late &= self.last[WRITE, warps, cells] < least << TICK
+            if late.any() and not begun:
+                by = self.known.first + (stamps & THREADS)
+                late &= self.known.ticks(self.known.now(), threads, by, GENERIC) < stamps >> TICK
+            if late.any():
+                event = Event(self.window.where, site, what, kind == READ)
+                self._race(stamps >> EVENT & EVENTS, cells, late, event)
+
+    def _race(self, events: Array, cells: Array, racing: Array, now: Event) -> None:
+        one = int(np.argmax(racing))
+        self.window.race_in(SHARED, int(events.flat[one]), int(cells.flat[one]) << self.shift, now)
+
+    def note(self, kind: int, cells: Array, threads: Array, what: str, site: Site, unfenced: bool = True) -> None:
         """Threads [n] access cells [n, k], or each all of [1, k]. unfenced: by the generic proxy."""
-        self.recent.append(past)
-        self.log.append((kind, threads + ((self.count << BITS) + UNFENCED * unfenced), cells))
-        self.newest[kind] = self.count
-        self.count += 1
+        self.newest[kind] = tick = self.known.slot.tick
+        event = self.window.line.event(Event(self.window.where, site, what, kind == WRITE))
+        self.log.append((kind, threads + ((tick << TICK) + (event << EVENT) + UNFENCED * unfenced), cells))
         if len(self.log) == MOST_LOGGED:
             self._settle()
 
@@ -83,63 +133,23 @@ class SharedShadow:
             self.last[kind, (stamps & THREADS)[:, None] >> 5, cells] = stamps[:, None]
         self.log.clear()
 
-    def forget(self, cells: Array) -> None:
-        """A copy that needs no fence has written them."""
-        self._settle()
-        self.last[:, :, cells] = 0
-
-    def begin(self, cells: Array, past: Past) -> tuple[Past, int] | None:
-        """A copy to these cells: another one that is under way to one of them, and its place."""
-        under_way = self.copying[cells]
-        self.copies.append(past)
-        self.copying[cells] = len(self.copies)
-        if not under_way.any():
-            return None
-        one = int(np.argmax(under_way))
-        return self.copies[int(under_way.flat[one]) - 1], int(cells.flat[one]) << self.shift
+    # -- barriers and fences -----------------------------------------------------------------------------------------
 
     def meet(self, everyone: bool = False) -> None:
         """Threads of the program have met. It is not asked which, but for whether it was everyone."""
-        self.met = self.count
+        self.met = self.known.over()
         if everyone:
-            self.ordered = self.count
+            self.ordered = self.met
 
     def fence(self, threads: Array) -> None:
-        self.fenced[threads] = self.count
+        self.fenced[threads] = self.known.over()
         self.covered = max(self.covered, self.met, int(self.fenced.min()))
 
     def lacking(self, kind: int, cells: Array) -> bool:
-        """Whether the async proxy may not see that they were read, or written."""
-        if self.newest[kind] < self.covered:
+        """Whether a fence is missing behind a generic read, or write, of one of them."""
+        if self.newest[kind] <= self.covered:
             return False
         self._settle()
         stamps = self.last[kind][:, cells]
         since = np.maximum(self.fenced[stamps & THREADS], self.covered)
-        return bool(((stamps & UNFENCED != 0) & (stamps >> BITS >= since)).any())
-
-    def racing(self, kind: int, cells: Array, threads: Array, known: Known, since: int = 0) -> tuple[Past, int] | None:
-        """An earlier access of this kind by another warp that nothing orders before that of these threads now, and its
-        place. since: number of the access that a copy was, which is at its end now: what came after it races.
-        """
-        least = since or self.ordered
-        if self.newest[kind] < least:
-            return None
-        self._settle()
-        warps = threads[:, None] >> 5
-        for warp, last in enumerate(self.last[kind]):
-            stamps = last[cells]
-            late = (stamps >= least << BITS) & (warps != warp)
-            if kind == WRITE:
-                late &= self.last[WRITE, warps, cells] < least << BITS
-            if late.any() and not since:
-                by = known.first + (stamps & THREADS)
-                late &= known.ticks(known.now(), threads, by, GENERIC) < self._ticks(stamps >> BITS)
-            if late.any():
-                one = int(np.argmax(late))
-                return self.recent[int(stamps.flat[one] >> BITS) - self.count], int(cells.flat[one]) << self.shift
-        return None
-
-    def _ticks(self, numbers: Array) -> Array:
-        """Of accesses; 0 of those that are not remembered."""
-        ticks = np.array([0, *[past.tick for past in self.recent]])
-        return ticks[np.maximum(numbers - self.count + len(ticks), 0)]
+        return bool(((stamps & UNFENCED != 0) & (stamps >> TICK > since)).any())

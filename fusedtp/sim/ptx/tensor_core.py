@@ -222,7 +222,7 @@ class Products:
         if mask is not True:
             raise UnsupportedPtx(f"wgmma by some warps of a program in lockstep, at {site}")
         for cells in product.cells(lanes.program.shadow.shift):
-            lanes.program.by_async(cells, lanes.ids[:1], "wgmma", site)
+            lanes.program.shadow.touch_async(READ, cells, lanes.ids[:1], "wgmma", site)
         if product.d not in self.sums:
             self.sums[product.d] = unpacked(_rows(lanes.u, product.d), product.to)
             if self.late:
@@ -244,7 +244,7 @@ class Products:
         for _, product, site in done:
             self._multiply(lanes, product)
             for cells in product.cells(shadow.shift):
-                shadow.note(READ, cells, lanes.ids[::32], lanes.program.past("wgmma", site), unfenced=False)
+                shadow.note(READ, cells, lanes.ids[::32], "wgmma", site, unfenced=False)
         for d, to in {product.d: product.to for _, product, _ in done}.items():
             if all(product.d != d for _, product, _ in self.issued):
                 for x, made in zip(d, packed(self.sums.pop(d), to), strict=True):

@@ -16,7 +16,8 @@ from fusedtp.sim import Launch, SimulationFault, Site
 from fusedtp.sim.ptx.cause import NO_BARRIER
 from fusedtp.sim.ptx.clocks import Known, Slot, Source, Space
 from fusedtp.sim.ptx.descriptors import TensorMap
-from fusedtp.sim.ptx.shared import FENCES_COPIES, READ, WRITE, Past, SharedShadow
+from fusedtp.sim.ptx.shadow import Event
+from fusedtp.sim.ptx.shared import FENCES_COPIES, READ, WRITE, SharedShadow
 from tests.sim.ptx.running import once, run_all, run_text
 from tests.sim.ptx.test_kernels import flat_case, product_case
 from tests.sim.ptx.test_litmus import WithMap
@@ -35,7 +36,22 @@ STEPS = st.one_of(
     st.tuples(st.just("fence"), st.integers(0, THREADS - 1)),
     st.tuples(st.just("meet"), st.sampled_from([[0], [0, 1], [1, 2], [0, 1, 2]])),  # warps
 )
-PAST = Past(0, 0, Site("", 0, "", 0), "")
+SITE = Site("", 0, "", 0)
+
+
+class Watching:
+    """A window that keeps what races."""
+
+    def __init__(self) -> None:
+        self.known, self.where, self.line = Known(Space(), Slot(1, THREADS), Source(0, 0, "cta")), (0, "", 0), self
+        self.steps, self.raced = [-1], list[tuple[int, int]]()  # of events; step and byte
+
+    def event(self, event: Event) -> int:
+        self.steps.append(-1)
+        return len(self.steps) - 1
+
+    def race_in(self, memory: str, earlier: int, place: int, now: Event) -> None:
+        self.raced.append((self.steps[earlier], place))
 
 
 class Done(NamedTuple):
@@ -55,21 +71,21 @@ def test_stamps_say_what_the_history_says(steps: list[tuple], now: tuple) -> Non
     one by another warp races with an access of the other kind that does not know it, unless the own warp has written
     the word since all met
     """
-    known = Known(Space(), Slot(1, THREADS), Source(0, 0, "cta"))
-    shadow = SharedShadow(4 * WORDS, THREADS)
+    window = Watching()
+    shadow = SharedShadow(window, 4 * WORDS, THREADS)
     last: dict[tuple[int, int, int], Done] = {}  # word, kind, warp
     knows: list[set[int]] = [set() for _ in range(THREADS)]  # steps
     everyone = -1
     for number, step in enumerate(steps):
         match step:
             case "tma", word:
-                shadow.forget(np.array([word]))
+                shadow.end_copy(np.array([[word]]), np.array([0]), "", SITE, window.known.over() + 1, unfenced=False)
                 last = {key: done for key, done in last.items() if key[0] != word}
             case "fence", thread:
                 shadow.fence(np.array([thread]))
             case "meet", warps:
                 threads = np.concatenate([np.arange(32 * warp, 32 * warp + 32) for warp in warps])
-                known.meet(threads)
+                window.known.meet(threads)
                 shadow.meet(everyone=len(warps) == 3)
                 together = set().union(*(knows[thread] for thread in threads))
                 for thread in threads:
@@ -77,7 +93,8 @@ def test_stamps_say_what_the_history_says(steps: list[tuple], now: tuple) -> Non
                 everyone = number if len(warps) == 3 else everyone
             case kind, thread, word, nbytes, generic:
                 cells = shadow.cells(np.array([4 * word]), nbytes)
-                shadow.note(kind, cells, np.array([thread]), PAST._replace(tick=known.slot.tick, step=number), generic)
+                shadow.note(kind, cells, np.array([thread]), "", SITE, generic)
+                window.steps[-1] = number
                 knows[thread].add(number)
                 done = Done(number, kind, thread, generic)
                 last |= {(each, kind, thread // 32): done for each in range(word, word + max(1, nbytes // 4))}
@@ -95,9 +112,9 @@ def test_stamps_say_what_the_history_says(steps: list[tuple], now: tuple) -> Non
             done for (at, of, warp), done in last.items() if (at, of) == (each, 1 - kind) and warp != thread // 32
         ]
         racing |= {(done.step, each) for done in others if done.step not in knows[thread]}
-    found = shadow.racing(1 - kind, shadow.cells(np.array([4 * word]), nbytes), np.array([thread]), known)
-    assert (found is None) == (not racing)
-    assert found is None or (found[0].step, found[1] // 4) in racing
+    shadow.follow(1 - kind, shadow.cells(np.array([4 * word]), nbytes), np.array([thread]), "", SITE)
+    assert bool(window.raced) == bool(racing)
+    assert {(step, place // 4) for step, place in window.raced} <= racing
 
 
 def _lacks(done: Done, steps: list[tuple]) -> bool:

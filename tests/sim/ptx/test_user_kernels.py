@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from fusedtp.checks.workers import case_of, names_of
+from fusedtp.limits import OutOfTime, time_limit
 from fusedtp.sim import (
     Await,
     Case,
@@ -31,7 +32,6 @@ from fusedtp.sim import (
     explore,
 )
 from fusedtp.sim.explore import schedules
-from fusedtp.sim.limits import OutOfTime, time_limit
 from fusedtp.sim.report import report
 from fusedtp.sim.testing import assert_no_finding
 from tests.sim.ptx import user_cases as cases
