@@ -39,13 +39,14 @@ from typing import Any, TypeVar
 
 import torch
 
+import fusedtp.limits
 import fusedtp.sim
 from fusedtp.limits import OutOfTime, time_limit
 from fusedtp.sim.case import Case, Launch, Run
 from fusedtp.sim.explore import SCHEDULE_SECONDS, TARGET, Outcome, Schedule, exhaust, explore, trace
 from fusedtp.sim.faults import Fault, Moment, UnsupportedKernel, short_path
 
-OWN = (os.path.dirname(__file__), os.path.dirname(fusedtp.sim.__file__))
+OWN = (os.path.dirname(__file__), os.path.dirname(fusedtp.sim.__file__), fusedtp.limits.__file__)
 WORLD_SIZE = 4  # the default
 FAULTY, REFUSED, CRASHED = 1, 2, 3  # exit codes, see command.py
 _Made = TypeVar("_Made")
