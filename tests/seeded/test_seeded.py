@@ -69,9 +69,16 @@ def test_the_table_must_be_right_both_ways(monkeypatch: pytest.MonkeyPatch) -> N
     survived, of_ptx = FOUND._replace(result="survived"), FOUND._replace(where="kernel sm_80")
     assert FOUND.right and not survived.right
     for where in ([""], ["kernel"], ["other", "kernel sm_80"]):
-        monkeypatch.setattr(verdicts, "TABLE", [{"where": where, "faults": [FAULT], "why": "not modelled"}])
-        assert of_ptx._replace(result="survived").kind == "not modelled" and not of_ptx.right
+        monkeypatch.setattr(verdicts, "TABLE", [{"where": where, "faults": [FAULT], "why": "a reason"}])
+        assert of_ptx._replace(result="survived").kind == "equivalent" and not of_ptx.right
         assert survived.right == (where == [""]) and not FOUND._replace(result="crashed").right
+
+
+def test_every_row_of_the_table_is_of_a_fault_that_survived() -> None:
+    survived = [v for kept in load(verdicts.KEPT).values() for v in kept.verdicts if v.result == "survived"]
+    for row, fault in [(each, fault) for each in verdicts.TABLE for fault in each["faults"]]:
+        where = tuple(row.get("where", [""]))
+        assert any(v.fault == fault and v.where.startswith(where) for v in survived), (fault, where)
 
 
 def test_a_change_of_a_kernel_makes_its_own_verdicts_stale() -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from .source import functions, reached
 
 KEPT = Path(__file__).with_name("verdicts.jsonl")
-KINDS = ("found", "equivalent", "not modelled", "no trial", "survived", "crashed", "not tried yet")
+KINDS = ("found", "equivalent", "survived", "crashed", "not tried yet")
 # faults that no schedule shows: why, where (of PTX kernels, or kernels and a target; else everywhere), names
 TABLE: list[dict[str, Any]] = tomllib.loads(KEPT.with_name("equivalent.toml").read_text())["equivalent"]
 
@@ -54,10 +54,7 @@ class Verdict(NamedTuple):
     @property
     def kind(self) -> str:
         """One of KINDS."""
-        if self.result != "survived" or not self.reason:
-            return self.result
-        gap = self.reason.partition(":")[0]
-        return gap if gap in KINDS else "equivalent"
+        return "equivalent" if self.result == "survived" and self.reason else self.result
 
 
 class Kept(NamedTuple):

@@ -21,6 +21,7 @@ from fusedtp.sim.ptx.shared import FENCES_COPIES, READ, WRITE, SharedShadow
 from tests.sim.ptx.running import once, run_all, run_text
 from tests.sim.ptx.test_kernels import flat_case, product_case
 from tests.sim.ptx.test_litmus import WithMap
+from tests.sim.ptx.test_warps import by_wgmma
 
 THREADS, WORDS = 96, 8  # three warps
 ACCESS = st.tuples(
@@ -191,7 +192,7 @@ def test_warps_race_in_shared_memory_where_nothing_orders_them(first: str, secon
     ids=["behind a barrier", "unordered", "under way"],
 )
 def test_a_copy_over_what_another_warp_reads(before: tuple[str, str], meanwhile: bool, wanted: str, tma: bool) -> None:
-    """The first warp reads, before the second one copies or while its copy is under way."""
+    """The first warp reads, before the second one copies, or while its copy is under way and both meet before it ends."""
     if tma:
         copies = """fence.proxy.async.shared::cta; setp.ne.u32 %p5, %r0, 32; @%p5 ret;
             mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 128;
@@ -201,21 +202,33 @@ def test_a_copy_over_what_another_warp_reads(before: tuple[str, str], meanwhile:
         copies, lands = "cp.async.ca.shared.global [%r1], [%rd1], 4;", "cp.async.wait_all;"
     x, flags = torch.zeros(32, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     described = TensorMap(x.data_ptr(), (32,), (1,), (32,), "s32", 0)
-    reads, first, second = "ld.shared.b32 %r5, [%r1];", *before
+    reads, meets, first, second = "ld.shared.b32 %r5, [%r1];", "bar.sync 0;" * meanwhile, *before
     body = f"""and.b32 %r4, %r0, 31; shl.b32 %r1, %r4, 2; mov.b32 %r2, 512; mov.b32 %r3, 0; setp.eq.u32 %p3, %r0, 0;
         @%p3 mbarrier.init.shared::cta.b64 [%r2], 1; bar.sync 0; setp.lt.u32 %p1, %r0, 32; @!%p1 bra $second;
         {"" if meanwhile else reads} st.relaxed.gpu.global.b32 [%rd2], 1; {first}
         $first: ld.relaxed.gpu.global.b32 %r8, [%rd2+4]; setp.eq.s32 %p4, %r8, 0; @%p4 bra $first;
-        {reads if meanwhile else ""} st.relaxed.gpu.global.b32 [%rd2], 2; ret;
+        {reads if meanwhile else ""} st.relaxed.gpu.global.b32 [%rd2], 2; {meets} ret;
         $second: ld.relaxed.gpu.global.b32 %r8, [%rd2]; setp.lt.s32 %p4, %r8, 1; @%p4 bra $second;
         {second} {copies} st.relaxed.gpu.global.b32 [%rd2+4], 1;
-        $last: ld.relaxed.gpu.global.b32 %r8, [%rd2]; setp.lt.s32 %p4, %r8, 2; @%p4 bra $last; {lands}"""
+        $last: ld.relaxed.gpu.global.b32 %r8, [%rd2]; setp.lt.s32 %p4, %r8, 2; @%p4 bra $last; {meets} {lands}"""
     work = [[Launch(WithMap(body, 3, 64, 1024), 1, dict(map=described, x=x, flags=flags))]]
     if not wanted:
         return run_all(work, weak=True, fine=True)
     with pytest.raises(SimulationFault) as error:
         run_all(work, weak=True, fine=True)
     assert error.value.fault.rule == wanted and error.value.fault.accesses[0].tensor == "shared memory"
+
+
+@pytest.mark.parametrize("between, ordered", [("", False), ("bar.warp.sync 0xffffffff;", False), ("bar.sync 0;", True)])
+def test_what_wgmma_reads_is_read_until_its_wait(between: str, ordered: bool) -> None:
+    """Behind the wait each warp stores over what all have read."""
+    stores = f"wgmma.wait_group.sync.aligned 0; {between} st.shared.b32 [%r2], 7;"
+    if ordered:
+        out, _ = by_wgmma("s8", -128, True, stores)
+        assert out.any()
+    else:
+        with pytest.raises(SimulationFault, match="its wgmma and its store of shared memory are not ordered"):
+            by_wgmma("s8", -128, True, stores)
 
 
 # -- proxy fences ------------------------------------------------------------------------------------------------------
