@@ -192,7 +192,7 @@ def test_warps_race_in_shared_memory_where_nothing_orders_them(first: str, secon
     ids=["behind a barrier", "unordered", "under way"],
 )
 def test_a_copy_over_what_another_warp_reads(before: tuple[str, str], meanwhile: bool, wanted: str, tma: bool) -> None:
-    """The first warp reads, before the second one copies, or while its copy is under way and both meet before it ends."""
+    """The first warp reads, before the second one copies, or while its copy is under way, and then they meet."""
     if tma:
         copies = """fence.proxy.async.shared::cta; setp.ne.u32 %p5, %r0, 32; @%p5 ret;
             mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 128;
