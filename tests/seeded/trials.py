@@ -4,7 +4,7 @@ calls      three ranks, four calls on one workspace: tails in all directions, an
            numbers wrap from 2**31 - 1 to -2**31
 other      of experts, the second kind of call, see checks/experts.py
 copied     of gathers, the rows of one rank, of none, of all brought by copies beside the kernel
-strangers  two ranks in calls of different signatures: each must notice, and say so rightly
+strangers  two ranks in calls of different signatures: each must notice, and say so rightly; and in calls of one
 overflow   of experts, more rows than there is room for: each must say so
 pipelined  16 bits, several steps over K in three stages; on sm_90 by TMA and wgmma
 fp8        of the kernels that multiply it, the first and the last call, on sm_90
@@ -140,14 +140,9 @@ def pipelined(name: str, target: str) -> Trial:
 
 def strangers(name: str, target: str) -> Trial:
     """Each waits for rows that the other, in its own call, does not send; or only one does, or none."""
-    sizes = [(0, 5), (5, 0)]
-    if name in (
-        "matmul_reduce_scatter",
-        "few_rows_reduce_scatter",
-        "moe_matmul_combine",
-    ):  # what a rank waits for are its own rows
-        sizes = [(5, 0), (0, 5)]
-    elif "all_reduce" in name or name == "moe_combine":  # whose ranks send in any case
+    of_own = ("matmul_reduce_scatter", "few_rows_reduce_scatter", "moe_matmul_combine")  # wait for their own rows
+    sizes = [(5, 0), (0, 5)] if name in of_own else [(0, 5), (5, 0)]
+    if "all_reduce" in name or name == "moe_combine":  # whose ranks send in any case
         sizes = [(0, 0), (0, 0) if name.startswith("one") else (0, 5)]
     made = [None] * 2 if name == "meet" else [replace(calls(name)[0], sizes=each, k=16) for each in sizes]
     said = [[2, 1 - rank, -1, 7 + rank, 8 - rank] for rank in range(2)]
