@@ -26,6 +26,7 @@ from tests.seeded.trials import FUSED
 from tests.sim.exchange import replaced, schedules
 
 KERNELS = [*DECLARED, *experts.OPERATIONS, "mixed"]
+NOT_IN_FP8 = [name for name in DECLARED if not in_fp8(name)]
 
 
 def test_checks_follow_from_what_operations_declare():
@@ -47,8 +48,8 @@ def case_of(name: str, world_size: int, target: str) -> Case:
 
 SCHEDULED = [
     *((name, 2, "sm_90", examples(12, 3 if name == "mixed" else 7)) for name in KERNELS),
-    *((name, 4, "sm_80", examples(6, 1 if name == "mixed" else 3)) for name in (*DECLARED, "mixed") if not in_fp8(name)),
-    *((name, 8, "sm_80", 1) for name in DECLARED if not in_fp8(name)),
+    *((name, 4, "sm_80", examples(6, 1 if name == "mixed" else 3)) for name in (*NOT_IN_FP8, "mixed")),
+    *((name, 8, "sm_80", 1) for name in NOT_IN_FP8),
     ("all_gather_wgrad", 1, "sm_90", 3),
 ]
 
