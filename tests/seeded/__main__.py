@@ -1,4 +1,4 @@
-"""python -m tests.seeded: put faults into the kernels one at a time, print which are found. Takes hours.
+"""python -m tests.seeded: put faults into the kernels one at a time, print which are found. Takes two hours.
 
 A run goes on from the verdicts that are kept. Exit code 0 if every fault tried so far is found or rightly called
 equivalent, 1 if not, 2 for bad input.
