@@ -620,11 +620,8 @@ class Window:
         """Of threads or copies of this program, in memory that only it has. earlier: number of an event."""
         before, numbers = self.line.events[earlier], (earlier, len(self.line.events))
         a, b = (Access(*e.where, e.site, e.what, memory, (place,), (place,), n) for e, n in zip((before, now), numbers))
-        rule, why = (
-            ("write-write race", "both are under way")
-            if before.writes and now.writes
-            else ("read-write race", NO_BARRIER)
-        )
+        both = before.writes and now.writes
+        rule, why = "write-write race" if both else "read-write race", "both are under way" if both else NO_BARRIER
         said = f"{program_name(self.where)}: its {a.what} and its {b.what} of {memory} are not ordered"
         self._end(Fault(rule, said, (a, b)), lambda: why)
 

@@ -115,7 +115,8 @@ class Lanes:
                 group.mask, group.size = group.mask | other.mask, group.size + other.size
                 self.groups.remove(other)
         order = sorted(places)
-        return places[order[self.window.vain // POLLS % len(order)]] if order else None
+        turn = self.window.vain // POLLS if order and self.blocks[order[0]].pauses else 0
+        return places[order[turn % len(order)]] if order else None
 
     def _jump(self, group: Group, end: Instruction, target: int) -> None:
         taken, count, leaves = group.mask, group.size, end.root != "bra"
@@ -241,9 +242,11 @@ class Lanes:
             return
         if memory == CONSTANT:
             raise self.window.fault("out of bounds", "a store to constant memory", "store", site, memory)
-        self._rows[memory][nb, len(values)][self._rows_at(memory, at, nb * len(values), mask, site)] = words
+        view, rows = self._rows[memory][nb, len(values)], self._rows_at(memory, at, nb * len(values), mask, site)
         if memory == SHARED:
-            self.program.shadow.touch(WRITE, at, nb * len(values), threads, "store", site, order != "weak")
+            how = "store", site, order != "weak", lambda: (view[rows] == words).all(1, keepdims=True)
+            self.program.shadow.touch(WRITE, at, nb * len(values), threads, *how)
+        view[rows] = words
 
     def _placed(self, memory: str, at: Array, mask: Any, site: Site) -> tuple[str, Array]:
         """The memory in which generic addresses lie, of all lanes alike, "" for global memory; and where in it."""

@@ -151,8 +151,7 @@ class Shadow:
                 inside = (by >= known.first) & (by < known.engine)
                 if excused is not None and not reads and np.count_nonzero(inside):
                     inside &= excused(cells)
-                    if not writes:
-                        missing = {proxy: racing & ~inside for proxy, racing in missing.items()}
+                    missing = {proxy: racing & ~inside for proxy, racing in missing.items()}
                 same |= inside
             missing[GENERIC] &= ~same
             for proxy, racing in missing.items():

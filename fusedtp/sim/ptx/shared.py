@@ -18,6 +18,7 @@ when somebody looks: mostly all threads have met since, and nobody has to.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -30,6 +31,7 @@ from .shadow import Event
 
 Array = np.ndarray[Any, Any]
 Window = Any  # that of memory.py
+Copies = Callable[[], Array] | None  # which threads [n, 1] store what stands there
 # Triton 3.6 puts no fence between cp.async and wgmma, and its kernels run right on an H100; 3.9 does.
 FENCES_COPIES = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
 READ, WRITE = 0, 1
@@ -58,16 +60,15 @@ class SharedShadow:
         cells: Array = at[:, None] >> self.shift
         return cells if nbytes >> self.shift <= 1 else cells + self.steps[: nbytes >> self.shift]
 
-    # -- accesses: each raises SimulationFault for what it finds ------------------------------------------------------
-
     def touch(
-        self, kind: int, at: Array, nbytes: int, threads: Array, what: str, site: Site, strong: bool = False
-    ) -> None:
+        self, kind: int, at: Array, nbytes: int, threads: Array, what: str, site: Site, strong: bool = False,
+        copies: Copies = None,
+    ) -> None:  # fmt: skip
         """Threads [n] read or write nbytes bytes at [n] addresses. strong: or by an atomic."""
         cells = self.cells(at, nbytes)
         if strong:
             self.meet(everyone=True)
-        self.follow(1 - kind, cells, threads, what, site)
+        self.follow(1 - kind, cells, threads, what, site, copies=copies)
         self.note(kind, cells, threads, what, site)
 
     def touch_async(self, kind: int, cells: Array, threads: Array, what: str, site: Site) -> None:
@@ -94,7 +95,9 @@ class SharedShadow:
             self._settle()
             self.last[:, :, cells] = 0
 
-    def follow(self, kind: int, cells: Array, threads: Array, what: str, site: Site, begun: int = 0) -> None:
+    def follow(
+        self, kind: int, cells: Array, threads: Array, what: str, site: Site, begun: int = 0, copies: Copies = None
+    ) -> None:
         """Raises where another warp's last access of this kind is not ordered before that of these threads now.
 
         begun   of a copy at its end: what has happened since that tick races
@@ -112,6 +115,8 @@ class SharedShadow:
             if late.any() and not begun:
                 by = self.known.first + (stamps & THREADS)
                 late &= self.known.ticks(self.known.now(), threads, by, GENERIC) < stamps >> TICK
+            if late.any() and copies is not None:
+                late &= ~copies()
             if late.any():
                 event = Event(self.window.where, site, what, kind == READ)
                 self._race(stamps >> EVENT & EVENTS, cells, late, event)
@@ -132,8 +137,6 @@ class SharedShadow:
         for kind, stamps, cells in self.log:
             self.last[kind, (stamps & THREADS)[:, None] >> 5, cells] = stamps[:, None]
         self.log.clear()
-
-    # -- barriers and fences -----------------------------------------------------------------------------------------
 
     def meet(self, everyone: bool = False) -> None:
         """Threads of the program have met. It is not asked which, but for whether it was everyone."""

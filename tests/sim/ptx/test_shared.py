@@ -231,6 +231,38 @@ def test_what_wgmma_reads_is_read_until_its_wait(between: str, ordered: bool) ->
             by_wgmma("s8", -128, True, stores)
 
 
+@pytest.mark.parametrize("value, races", [(0, False), (7, True)])
+def test_a_copy_of_what_stands_there_may_be_stored_whoever_has_read_it(value: int, races: bool) -> None:
+    """Threads that hold copies of a value store it each by itself, as Triton's layouts have them."""
+    flag = torch.zeros(1, dtype=torch.int32)
+    body = f"""and.b32 %r4, %r0, 31; shl.b32 %r1, %r4, 2; setp.lt.u32 %p1, %r0, 32; mov.b32 %r2, 0;
+        st.shared.b32 [%r1], %r2; bar.sync 0; @!%p1 bra $second;
+        ld.shared.b32 %r5, [%r1]; st.relaxed.gpu.global.b32 [%rd0], 1; ret;
+        $second: ld.relaxed.gpu.global.b32 %r8, [%rd0]; setp.eq.s32 %p4, %r8, 0; @%p4 bra $second;
+        st.shared.b32 [%r1], {value};"""
+    if not races:
+        return run_text(body, flag, threads=64, shared=128, weak=True, fine=True)
+    with pytest.raises(SimulationFault, match="its load and its store of shared memory are not ordered"):
+        run_text(body, flag, threads=64, shared=128, weak=True, fine=True)
+
+
+@pytest.mark.parametrize("value, races", [(3, False), (4, True)])
+def test_two_tensor_stores_of_one_value_are_one(value: int, races: bool) -> None:
+    """As two partitions of a specialised kernel make them; of different values they race."""
+    y = torch.zeros(32, dtype=torch.int32)
+    described = TensorMap(y.data_ptr(), (32,), (1,), (32,), "s32", 0)
+    body = f"""and.b32 %r4, %r0, 31; shl.b32 %r1, %r0, 2; mov.b32 %r3, 0; setp.lt.u32 %p1, %r0, 32;
+        mov.b32 %r5, {value}; @%p1 mov.b32 %r5, 3; st.shared.b32 [%r1], %r5; fence.proxy.async;
+        bar.warp.sync 0xffffffff; setp.ne.u32 %p2, %r4, 0; @%p2 ret;
+        cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%rd0, {{%r3}}], [%r1];
+        cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""
+    work = [[Launch(WithMap(body, 2, 64, 256), 1, dict(map=described, y=y))]]
+    if not races:
+        return run_all(work, weak=True)
+    with pytest.raises(SimulationFault, match="write-write race"):
+        run_all(work, weak=True)
+
+
 # -- proxy fences ------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from fusedtp.sim import Case, Launch, Run, Schedule, compare, explore, symmetric
 from fusedtp.sim.explore import schedules
 from fusedtp.sim.ptx import TARGETS
 from fusedtp.sim.ptx.parse import UnsupportedPtx
-from tests.sim.ptx.running import BEFORE_3_8
+from tests.sim.ptx.running import BEFORE_3_8, run_text
 
 I32 = torch.int32
 
@@ -257,3 +257,21 @@ def test_inline_ptx_is_named_by_the_line_of_its_call():
     lines = open(__file__).read().splitlines()
     # Triton 3.6 has the call's last line
     assert "inline_asm_elementwise" in "".join(lines[site.line - 1 - 2 * BEFORE_3_8 : site.line])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_lane_that_is_behind_is_waited_for_while_other_warps_poll(seed: int) -> None:
+    """What polls in vain is the second warp; the first one's lanes meet before the instruction that wants them all."""
+    x, flag = torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    steps = "".join(f"$s{n}: add.s32 %r9, %r9, 1; setp.eq.s32 %p3, %r9, 99; @%p3 bra $s{n}; " for n in range(9))
+    body = f"""setp.lt.u32 %p1, %r0, 32; setp.eq.u32 %p2, %r0, 0; mov.b32 %r2, 0; mov.b32 %r9, 0;
+        st.shared.b32 [%r2], 7; @!%p1 bra $poll;
+        $more: ld.relaxed.gpu.global.b32 %r8, [%rd0+124]; add.s32 %r9, %r9, 1;
+        setp.lt.s32 %p5, %r9, 20; @%p5 bra $more;
+        @!%p2 bra $all; {steps}
+        $all: bar.warp.sync 0xffffffff;
+        ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r5}}, [%r2];
+        st.relaxed.gpu.global.b32 [%rd1], 1; ret;
+        $poll: ld.relaxed.gpu.global.b32 %r8, [%rd1]; setp.eq.s32 %p4, %r8, 0; @%p4 bra $poll;"""
+    run_text(body, x, flag, threads=64, shared=256, weak=True, fine=True, seed=seed)
+    assert flag.item() == 1
