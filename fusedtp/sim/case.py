@@ -71,11 +71,12 @@ class Copy:
 
 @dataclass(frozen=True)
 class Signal:
-    """A flag written by the stream: released at system scope after all that came before it there."""
+    """A flag written by the stream, at system scope, after all that came before it there."""
 
     flag: Tensor  # one element of an int32 or int64 tensor, as a view
     value: int
     stream: str = "0"
+    fence: bool = True  # whether that is released by it; False: CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER
 
 
 @dataclass(frozen=True)

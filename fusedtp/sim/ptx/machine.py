@@ -70,7 +70,7 @@ class HostWork:
         self.copied = 0  # bytes
 
     def turn(self) -> None:
-        """cuStreamWriteValue releases and cuStreamWaitValue acquires at system scope."""
+        """cuStreamWriteValue releases, with its fence, and cuStreamWaitValue acquires at system scope."""
         work, window, thread = self.work, self.window, np.zeros(1, np.int64)
         if isinstance(work, Copy):
             count, size = work.src.numel(), work.src.element_size()
@@ -85,7 +85,7 @@ class HostWork:
         nb, flag = work.flag.element_size(), np.array([work.flag.data_ptr()])
         if isinstance(work, Signal):
             value = np.array([[work.value]], f"i{nb}").view(UNSIGNED[nb])
-            window.store(flag, value, thread, "release", "sys", HOST)
+            window.store(flag, value, thread, "release" if work.fence else "relaxed", "sys", HOST)
             self.ended = True
         else:
             self.ended = work.over(int(window.load(flag, nb, 1, thread, "acquire", "sys", HOST)[0, 0]))

@@ -20,6 +20,7 @@ from fusedtp.ops.launch.config import Config
 from fusedtp.ops.launch.config import Machine as Gpu
 from fusedtp.ops.launch.plain import plan_matmul
 from fusedtp.sim import (
+    Await,
     Case,
     Copy,
     Launch,
@@ -178,6 +179,31 @@ def test_a_wait_inside_a_pipelined_loop_is_found(target: str) -> None:
     for outside, stages, expected in ((True, 3, 0), (False, 1, 0), (False, 3, 3)):
         found = [once(make(outside, stages), target, seed) for seed in range(3)]
         assert sum(fault is not None for fault in found) == expected, (outside, stages, found)
+
+
+@triton.jit
+def copied(dst, src, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(dst + at, tl.load(src + at))
+
+
+@pytest.mark.parametrize("fence", [True, False])
+@pytest.mark.parametrize("by", ["stream", "kernel"])
+def test_the_end_of_a_kernel_is_known_elsewhere_by_a_release_of_its_stream(fence: bool, by: str) -> None:
+    """By what the stream writes, with a fence, or by the release of the next kernel there."""
+
+    def make() -> Run:
+        box, flags = symmetric("box", 2, (64,)), symmetric("flags", 2, (1,), torch.int32, poisoned=False)
+        src, dst = torch.arange(64.0), torch.zeros(64)
+        raised = dict(box=flags.tensors[0], flag=flags.tensors[1], src=flags.tensors[0], N=1)
+        tells = Launch(send, 1, raised | dict(SEM="release" if fence else "relaxed"))
+        sends = [Launch(copied, 1, dict(dst=box.tensors[1], src=src, N=64))]
+        sends.append(Signal(flags.tensors[1], 1, fence=fence) if by == "stream" else tells)
+        receives = [Await(flags.tensors[1], 1), Launch(copied, 1, dict(dst=dst, src=box.tensors[1], N=64))]
+        return Run([sends, receives], [box, flags], lambda: compare("dst", [dst], [src]))
+
+    faults = {(fault := once(Case("end", make), "sm_90", seed)) and fault.rule for seed in range(3)}
+    assert faults == ({None} if fence else {"read-write race"})
 
 
 # -- laws that the lint of compiled code leaves to execution -----------------------------------------------------------
