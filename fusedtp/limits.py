@@ -1,4 +1,4 @@
-"""A limit in seconds on what a case does, whatever it does: compile, spin in one schedule, or be made smaller."""
+"""A limit in seconds on any code, even a loop that never returns: what `fusedtp check` runs is other people's."""
 
 from __future__ import annotations
 

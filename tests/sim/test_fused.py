@@ -47,9 +47,9 @@ def case_of(name: str, world_size: int, target: str) -> Case:
 
 
 SCHEDULED = [
-    *((name, 2, "sm_90", examples(12, 3 if name == "mixed" else 7)) for name in KERNELS),
-    *((name, 4, "sm_80", examples(6, 1 if name == "mixed" else 3)) for name in (*NOT_IN_FP8, "mixed")),
-    *((name, 8, "sm_80", 1) for name in NOT_IN_FP8),
+    *((name, 2, "sm_90", examples(12, 7)) for name in KERNELS),
+    *((name, 4, "sm_80", examples(6, 3)) for name in (*NOT_IN_FP8, "mixed")),
+    *((name, 8, "sm_80", 1) for name in (*NOT_IN_FP8, "mixed")),
     ("all_gather_wgrad", 1, "sm_90", 3),
 ]
 
@@ -109,7 +109,7 @@ def fault_of(calls: list[Call], schedule: Schedule) -> Fault | None:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(60, 20))
+@settings(max_examples=examples(60, 30))
 @given(workspaces(), schedules("sm_90"))
 def test_any_calls_on_one_workspace_under_any_schedule(calls, schedule):
     fault = fault_of(calls, schedule)
