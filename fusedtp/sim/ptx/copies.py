@@ -21,7 +21,7 @@ from .clocks import ASYNC, Clock, Rows, joined
 from .descriptors import TensorMap
 from .numerics import REDUCTIONS
 from .parse import Address, Imm, Instruction
-from .shared import FENCES_COPIES, READ, WRITE
+from .shared import READ, WRITE
 
 Lanes = Any  # that of program.py, which imports this file, as its Program
 Program = Any
@@ -126,9 +126,8 @@ class Copies(_Issued):
                 words.view(np.uint8)[np.arange(copy.size) >= copy.read[:, None]] = 0
         lanes.program.write_shared(copy.to, words, copy.size, copy.site)
         shadow, threads = lanes.program.shadow, lanes.first + copy.lanes
-        cells, how = shadow.cells(copy.to, copy.size), ("cp.async", copy.site)
-        shadow.end_copy(cells, threads, *how, copy.begun, FENCES_COPIES)
-        shadow.note(WRITE, cells, threads, *how, FENCES_COPIES)
+        cells = shadow.cells(copy.to, copy.size)
+        shadow.end_copy(cells, threads, "cp.async", copy.site, copy.begun, by_tma=False)
 
 
 # -- mbarrier ----------------------------------------------------------------------------------------------------------
@@ -314,5 +313,5 @@ class TensorLoad(TensorCopy):
             words[inside] = program.window.load(places, nb, 1, threads, *how, engine=True)[:, 0]
         to = self.tensor.places(self.shared).reshape(-1)
         program.write_shared(to, words.reshape(-1, 1), nb, self.site)
-        program.shadow.end_copy(self.cells, self.by, "tensor load", self.site, self.begun, unfenced=False)
+        program.shadow.end_copy(self.cells, self.by, "tensor load", self.site, self.begun, by_tma=True)
         program.barriers[self.barrier].count_down(program.window.known.copied(), 0, -self.tensor.nbytes)

@@ -12,8 +12,9 @@ the thread of the generic one, or by another one after threads have met at a bar
 the machine no value is wrong without it. So what accesses by the async proxy looks whether one is missing.
 
 Note [Stamps]: of every cell, of as many bytes as the smallest access, the last read and the last write by each warp
-leave a stamp: the tick, the number of its event, whether it wants a fence, and the thread. Accesses leave them late,
-when somebody looks: mostly all threads have met since, and nobody has to.
+leave a stamp: the tick, the number of its event, whether it wants a fence, and the thread. TMA writes as a thread and a
+warp of its own, behind the program's. Accesses leave stamps late, when somebody looks: mostly all threads have met
+since, and nobody has to.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Copies = Callable[[], Array] | None  # which threads [n, 1] store what stands th
 # Triton 3.6 puts no fence between cp.async and wgmma, and its kernels run right on an H100; 3.9 does.
 FENCES_COPIES = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
 READ, WRITE = 0, 1
-THREADS, UNFENCED, EVENT, EVENTS, TICK = (1 << 10) - 1, 1 << 10, 11, (1 << 29) - 1, 40  # of a stamp
+THREADS, UNFENCED, EVENT, EVENTS, TICK = (1 << 11) - 1, 1 << 11, 12, (1 << 28) - 1, 40  # of a stamp
 MOST_LOGGED = 512
 
 
@@ -49,8 +50,8 @@ class SharedShadow:
 
     def __init__(self, window: Window, nbytes: int, threads: int, grain: int = 4) -> None:
         self.window, self.known, self.shift, size = window, window.known, grain.bit_length() - 1, nbytes // grain + 32
-        self.last, self.copying = np.zeros((2, -(-threads // 32), size), np.int64), np.zeros(size, np.int32)
-        self.fenced, self.steps = np.zeros(threads, np.int64), np.arange(32)
+        self.last, self.copying = np.zeros((2, threads // 32 + 1, size), np.int64), np.zeros(size, np.int32)
+        self.fenced, self.steps, self.engine = np.zeros(threads, np.int64), np.arange(32), np.array([threads])
         self.ordered = self.met = self.covered = 0
         self.newest = [0, 0]  # ticks of the last accesses, by kind
         self.log: list[tuple[int, Array, Array]] = []  # kind, stamps, cells of accesses that have left no stamps yet
@@ -87,13 +88,14 @@ class SharedShadow:
             self._race(under_way, cells, under_way > 0, event)
         self.copying[cells] = self.window.line.event(event)
 
-    def end_copy(self, cells: Array, threads: Array, what: str, site: Site, begun: int, unfenced: bool) -> None:
-        """begun: the tick when it began. unfenced: it writes by the generic proxy."""
+    def end_copy(self, cells: Array, threads: Array, what: str, site: Site, begun: int, by_tma: bool) -> None:
+        """begun: the tick when it began."""
         self.copying[cells] = 0
         self.follow(READ, cells, threads, what, site, begun)
-        if not unfenced:  # what was written there before is gone
+        if by_tma or not FENCES_COPIES:  # what was written there before, and wants a fence, is gone
             self._settle()
             self.last[:, :, cells] = 0
+        self.note(WRITE, cells, self.engine if by_tma else threads, what, site, FENCES_COPIES and not by_tma)
 
     def follow(
         self, kind: int, cells: Array, threads: Array, what: str, site: Site, begun: int = 0, copies: Copies = None
@@ -154,5 +156,5 @@ class SharedShadow:
             return False
         self._settle()
         stamps = self.last[kind][:, cells]
-        since = np.maximum(self.fenced[stamps & THREADS], self.covered)
-        return bool(((stamps & UNFENCED != 0) & (stamps >> TICK > since)).any())
+        stamps = stamps[(stamps & UNFENCED != 0) & (stamps >> TICK > self.covered)]
+        return bool((stamps >> TICK > self.fenced[stamps & THREADS]).any())

@@ -76,19 +76,22 @@ def test_stamps_say_what_the_history_says(steps: list[tuple], now: tuple) -> Non
     shadow = SharedShadow(window, 4 * WORDS, THREADS)
     last: dict[tuple[int, int, int], Done] = {}  # word, kind, warp
     knows: list[set[int]] = [set() for _ in range(THREADS)]  # steps
-    everyone = -1
+    everyone, copied = -1, set[int]()  # the last meeting of all; what TMA wrote
     for number, step in enumerate(steps):
         match step:
             case "tma", word:
-                shadow.end_copy(np.array([[word]]), np.array([0]), "", SITE, window.known.over() + 1, unfenced=False)
+                shadow.end_copy(np.array([[word]]), np.array([0]), "", SITE, window.known.over() + 1, by_tma=True)
+                window.steps[-1] = number
                 last = {key: done for key, done in last.items() if key[0] != word}
+                last[word, WRITE, THREADS // 32] = Done(number, WRITE, THREADS, generic=False)
+                copied.add(number)
             case "fence", thread:
                 shadow.fence(np.array([thread]))
             case "meet", warps:
                 threads = np.concatenate([np.arange(32 * warp, 32 * warp + 32) for warp in warps])
                 window.known.meet(threads)
                 shadow.meet(everyone=len(warps) == 3)
-                together = set().union(*(knows[thread] for thread in threads))
+                together = set().union(*(knows[thread] for thread in threads), copied if len(warps) == 3 else ())
                 for thread in threads:
                     knows[thread] = set(together)
                 everyone = number if len(warps) == 3 else everyone
@@ -217,6 +220,32 @@ def test_a_copy_over_what_another_warp_reads(before: tuple[str, str], meanwhile:
     with pytest.raises(SimulationFault) as error:
         run_all(work, weak=True, fine=True)
     assert error.value.fault.rule == wanted and error.value.fault.accesses[0].tensor == "shared memory"
+
+
+WAITS = "$w{}: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], 0; @!%p2 bra $w{};"
+
+
+@pytest.mark.parametrize(
+    "leaves, enters, ordered",
+    [("", "", False), ("bar.sync 0;", "bar.sync 0;", True), ("", WAITS.format(2, 2), True)],
+    ids=["nothing", "a barrier", "its own wait"],
+)
+def test_what_tma_brought_is_there_for_those_who_have_waited(leaves: str, enters: str, ordered: bool) -> None:
+    """The first warp waits for it and tells the second one by a word that orders nothing."""
+    x, flag = torch.arange(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    described = TensorMap(x.data_ptr(), (32,), (1,), (32,), "s32", 0)
+    body = f"""and.b32 %r4, %r0, 31; shl.b32 %r1, %r4, 2; mov.b32 %r2, 512; mov.b32 %r3, 0; setp.ne.u32 %p3, %r0, 0;
+        @!%p3 mbarrier.init.shared::cta.b64 [%r2], 1; bar.sync 0; setp.lt.u32 %p1, %r0, 32; @!%p1 bra $second;
+        @%p3 bra $wait; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 128;
+        cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes [%r3], [%rd0, {{%r3}}], [%r2];
+        $wait: {WAITS.format(1, 1)} st.relaxed.gpu.global.b32 [%rd2], 1; {leaves} ret;
+        $second: ld.relaxed.gpu.global.b32 %r8, [%rd2]; setp.eq.s32 %p4, %r8, 0; @%p4 bra $second;
+        {enters} ld.shared.b32 %r5, [%r1];"""
+    work = [[Launch(WithMap(body, 3, 64, 1024), 1, dict(map=described, x=x, flag=flag))]]
+    if ordered:
+        return run_all(work, weak=True, fine=True)
+    with pytest.raises(SimulationFault, match="its tensor load and its load of shared memory are not ordered"):
+        run_all(work, weak=True, fine=True)
 
 
 @pytest.mark.parametrize("between, ordered", [("", False), ("bar.warp.sync 0xffffffff;", False), ("bar.sync 0;", True)])
