@@ -1,4 +1,5 @@
-"""The plan of a mixture of experts on the device: a rank's choices in order, and where rows come from and go to.
+"""The plan of a mixture of experts on the device: a rank's choices in order, where rows come from and go to, and what
+of that is one round's.
 
 What the words mean stands in fusedtp/ops/moe/plan.py, with the same in torch, which is how a CPU makes it.
 """
@@ -6,7 +7,7 @@ What the words mean stands in fusedtp/ops/moe/plan.py, with the same in torch, w
 import triton
 import triton.language as tl
 
-from .tiles import decoded, inline
+from .tiles import decoded, inline, shard
 
 
 @inline
@@ -118,3 +119,71 @@ def moe_index_kernel(
             total = tl.sum(tl.sum(mine, 1), 0)
             tl.store(blocks + WORLD * HERE, total)
             tl.store(offsets + HERE, total)
+
+
+@triton.jit(do_not_specialize=["low", "high"])
+def moe_window_kernel(
+    sizes,  # choices of every rank, a tuple
+    table,
+    orders,
+    low,
+    high,
+    table_out,
+    orders_out,
+    places,
+    rank2,
+    WORLD: tl.constexpr,
+    HERE: tl.constexpr,
+    SOURCES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """table int32 [WORLD, WORLD * HERE] and orders, every rank's choices by (expert, choice) -> the same of the rows
+    low .. high - 1 of each owner, whose rows are by (expert, source, choice); and places int32, where each choice of
+    this rank stands in its new order: behind all choices if its row is none of these.
+
+    A program has a block, the choices of one source for one expert, which is one piece in the orders of both. One more
+    has this rank's dropped choices. Orders are made where they are read: this rank's, and what it owns of others'.
+    """
+    rank = decoded(rank2)
+    program = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    if program < WORLD * WORLD * HERE:
+        s = program // (WORLD * HERE)
+        e = program % (WORLD * HERE)
+        size, offset = shard(sizes, s, WORLD)
+        source = tl.arange(0, SOURCES)[:, None, None]
+        owner = tl.arange(0, SOURCES)[:, None]
+        expert = tl.arange(0, EXPERTS)[None, :]
+        number = owner * HERE + expert
+        known = (owner < WORLD) & (expert < HERE)
+        rows = table + source * (WORLD * HERE) + number[None, :, :]
+        counts = tl.load(rows, mask=(source < WORLD) & known[None, :, :], other=0)
+        own = tl.sum(tl.where(source == s, counts, 0), 0)
+        every = tl.sum(counts, 0)
+        begin = tl.cumsum(every, 1) - every + tl.sum(tl.where(source < s, counts, 0), 0)
+        first = tl.minimum(tl.maximum(begin, low), high)
+        taken = tl.minimum(tl.maximum(begin + own, low), high) - first
+        before = known & (number < e)
+        here = known & (number == e)
+        old = offset + tl.sum(tl.sum(tl.where(before, own, 0), 1), 0)
+        new = tl.sum(tl.sum(tl.where(before, taken, 0), 1), 0)
+        count = tl.sum(tl.sum(tl.where(here, own, 0), 1), 0)
+        skipped = tl.sum(tl.sum(tl.where(here, first - begin, 0), 1), 0)
+        kept = tl.sum(tl.sum(tl.where(here, taken, 0), 1), 0)
+        tl.store(table_out + program, kept)
+        if (s == rank) | (e // HERE == rank):
+            for at in range(0, count, BLOCK):
+                row = at + lanes - skipped
+                choice = tl.load(orders + old + at + lanes, mask=at + lanes < count, other=0)
+                inside = (row >= 0) & (row < kept)
+                tl.store(orders_out + offset + new + row, choice, mask=inside)
+                if s == rank:
+                    tl.store(places + choice, tl.where(inside, new + row, size), mask=at + lanes < count)
+    else:
+        size, offset = shard(sizes, rank, WORLD)
+        everyone = tl.arange(0, SOURCES * EXPERTS)
+        mine = tl.load(table + rank * (WORLD * HERE) + everyone, mask=everyone < WORLD * HERE, other=0)
+        for at in range(tl.sum(mine, 0), size, BLOCK):
+            choice = tl.load(orders + offset + at + lanes, mask=at + lanes < size, other=0)
+            tl.store(places + choice, tl.zeros_like(choice) + size, mask=at + lanes < size)

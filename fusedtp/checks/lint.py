@@ -32,7 +32,8 @@ from fusedtp.ops.launch.config import VECTOR
 from fusedtp.ops.launch.operands import by_pointers, local_config
 from fusedtp.ops.matmul_reduce_scatter import FEW_ROWS
 from fusedtp.ops.moe import combine, dispatch, grouped
-from fusedtp.ops.moe.plan import Exchange, index_size, plan_index, plan_sort, unpacked
+from fusedtp.ops.moe.plan import Exchange, RoutingPlan, index_size, plan_index, plan_sort, unpacked
+from fusedtp.ops.moe.rounds import plan_window
 from fusedtp.ops.operation import OnRank
 from fusedtp.ops.rows import Rows
 from fusedtp.sim.case import Launch as Compiles
@@ -51,6 +52,7 @@ OWN = (
     "moe_matmul_combine_kernel",
     "moe_sort_kernel",
     "moe_index_kernel",
+    "moe_window_kernel",
     "meet_kernel",
     "grouped_matmul_kernel",
     "grouped_gated_kernel",
@@ -72,7 +74,7 @@ OWN = (
 )
 SIGNALS = ("meet_kernel",)  # have no configuration
 EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel")
-PLANS = ("moe_sort_kernel", "moe_index_kernel")  # of integers
+PLANS = ("moe_sort_kernel", "moe_index_kernel", "moe_window_kernel")  # of integers
 LOCAL = ("matmul_kernel",)  # of one device: in more variants
 GROUPED = OWN[OWN.index("grouped_matmul_kernel") : OWN.index("rms_norm_kernel")]  # of ragged groups
 ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # in the variants of the same name
@@ -372,6 +374,9 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
         return plan_sort(torch.empty(t, at.top_k, dtype=dtype), at.num_experts)[0]
     if kernel == "moe_index_kernel":
         return plan_index(torch.empty(w, at.num_experts, dtype=torch.int32), index, at)[0]
+    if kernel == "moe_window_kernel":
+        table, orders = (torch.empty(shape, dtype=torch.int32) for shape in ((w, at.num_experts), (w * t * at.top_k,)))
+        return plan_window(RoutingPlan(table, orders, index), 1, at)[0]
     words = unpacked(index, at)
     end = (words, at, 12345, None, machine)
     width = variant.k + variant.widths[0] % VECTOR  # or a width whose alignment the compiler does not know

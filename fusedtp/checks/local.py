@@ -25,7 +25,7 @@ from fusedtp.ops.launch import Launch as Planned
 from fusedtp.ops.launch import cross_entropy, plain, pointwise, quantize
 from fusedtp.ops.launch.config import Config, Machine
 from fusedtp.ops.moe import fp8 as rows_to_experts
-from fusedtp.ops.moe import grouped, plan
+from fusedtp.ops.moe import grouped, plan, rounds
 from fusedtp.sim.case import Case, Launch, Mismatch, Run, compare
 
 from .dense import gpu
@@ -268,7 +268,8 @@ def _sort(v: Variant) -> Local:
 def _index(v: Variant) -> Local:
     """Of the second of three ranks, with room for all rows but two."""
     table = torch.randint(0, 20, (3, 9), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    at = plan.Exchange("", 1, (20, 20, 20), 9, 3, int(table[:, 3:6].sum()) - 2, "triton")
+    room = int(table[:, 3:6].sum()) - 2
+    at = plan.Exchange("", 1, (20, 20, 20), 9, 3, room, "triton", bound=room)
     index = torch.empty(plan.index_size(at), dtype=torch.int32)
     launch, made = plan.plan_index(table, index, at, 16)
     parts = plan.unpacked(plan.index_formula(table, torch.zeros(60, dtype=torch.int64), at), at)
@@ -276,6 +277,30 @@ def _index(v: Variant) -> Local:
     pairs = [(getattr(made, name)[:n], getattr(parts, name)[:n]) for name, n in zip(names, lengths)]  # without padding
     outs, wanted = zip(*pairs)
     return Local(launch, outs, [each.masked_fill(each == plan.UNDEFINED, UNWRITTEN) for each in wanted])
+
+
+def _window(v: Variant) -> Local:
+    """Of the second of three ranks, in the second of several rounds; some choices are dropped."""
+    generator = torch.Generator().manual_seed(0)
+    at = plan.Exchange("", 1, (30, 25, 0), 6, 2, 17, "local", bound=17)
+    likes = torch.rand(55, 6, generator=generator) + torch.tensor([0.9, 0.0, 0.6, 0.4, 0.0, 0.2])
+    ids = torch.where(torch.rand(55, 2, generator=generator) < 0.1, -1, likes.topk(2).indices)
+    sorted_ = [plan.sort_choices(each, 6) for each in ids.split(list(at.sizes))]
+    table, orders = torch.stack([counts for counts, _ in sorted_]), torch.cat([order for _, order in sorted_])
+    given = plan.RoutingPlan(table, orders, orders.new_empty(0))
+    launch, made = rounds.plan_window(given, 1, at, 16)
+    wanted = rounds.Windows(given, at).plan(1, at)
+    moved = wanted.table.view(3, 3, 2).sum(2)
+    read = torch.full_like(orders, UNWRITTEN)
+    for source in range(3):
+        first, last = (0, 3) if source == at.rank else (at.rank, at.rank + 1)
+        begin = at.choices_of(source).start
+        part = slice(begin + int(moved[source, :first].sum()), begin + int(moved[source, :last].sum()))
+        read[part] = wanted.orders[part]
+    own = plan.places_of(wanted.orders[at.choices_of(at.rank)]).int()
+    own[own >= moved[at.rank].sum()] = own.shape[0]
+    places = plan.unpacked(made.packed, at).places[: own.shape[0]]
+    return Local(launch, [made.table, made.orders, places], [wanted.table, read, own])
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------
@@ -296,11 +321,12 @@ KERNELS: dict[str, Callable[[Variant], Local]] = {
     **{name: partial(_logits, name) for name in ("logit_stats", "logit_gradient")},
     "moe_sort": _sort,
     "moe_index": _index,
+    "moe_window": _window,
     "largest": _largest,
     "quantize": _quantize,
     **{name: partial(_pack, name) for name in ("pack", "unpack")},
 }
-OF_INTEGERS = ("moe_sort", "moe_index")
+OF_INTEGERS = ("moe_sort", "moe_index", "moe_window")
 MAKES_FP8 = ("quantize", "pack", "unpack")  # of fp32 here; for targets that have fp8
 
 

@@ -36,10 +36,12 @@ class Experts(nn.Module):
         gate_proj, up_proj     [E, F, H]  down_proj [E, H, F]; cast to x.dtype
         return                 [T_r, H]
 
-    max_rows       most rows that this rank's experts receive; None: what any routing needs. See fusedtp.moe_dispatch
+    max_rows       most rows that this rank's experts receive. None: what any routing needs, or what comes where the
+                   host knows it; where kernels run and that is much, two even shares, and more come in rounds
     recv_capacity  the same as a multiple of an even share, T k / W rows of T tokens on all W ranks
-    on_overflow    what more rows do: "error", or "rounds", which take max_rows at a time. See fusedtp.moe_rounds
-    used           with "rounds", the RecvUsage of the last call
+    on_overflow    what more rows than these two do: "error", or "rounds", which take max_rows at a time. See
+                   fusedtp.moe_rounds
+    used           the RecvUsage of the last call; None: it took no rounds
     comm_dtype     "" or "fp8": in which form rows travel to their experts, also where all experts are here
     weights_sum    what a token's weights should sum to, checked on CPU; None: any
 
@@ -114,7 +116,14 @@ class Experts(nn.Module):
 
         num_experts   of all ranks, as expert_ids count them
         """
-        from fusedtp.ops.moe import moe_dispatch_gated, moe_dispatch_matmul, moe_matmul_combine, moe_rounds
+        from fusedtp.ops.moe import (
+            Mlp,
+            moe_dispatch_gated,
+            moe_dispatch_matmul,
+            moe_matmul_combine,
+            moe_rounds,
+            usual_room,
+        )
 
         given = (x, expert_ids, weights)
         parts = 1 if self.parallel is None else self.parallel.shares.tensor_parallel  # of each choice
@@ -122,16 +131,19 @@ class Experts(nn.Module):
         where: dict[str, Any] = dict(
             sizes=sizes, engine=engine, layer=layer, weights_sum=total, comm_dtype=self.comm_dtype
         )
-        bound = self._bound(x.shape[0] if sizes is None else sizes, expert_ids.shape[1], group)
-        if self.on_overflow == "rounds":
-            assert bound is not None
-            y, self.used = moe_rounds(
-                *given, num_experts, group, lambda rows, offsets: self.matmuls(rows, offsets, own),
-                max_rows=bound, **where,
-            )  # fmt: skip
-            return y
         gate, up, down = own
         assert up is not None and down is not None
+        bound = self._bound(x.shape[0] if sizes is None else sizes, expert_ids.shape[1], group)
+        rounds = self.on_overflow == "rounds"
+        if bound is None:
+            bound = usual_room(group, x, expert_ids, num_experts, sizes, engine)
+            rounds = bound is not None
+        self.used = None
+        if rounds:
+            assert bound is not None
+            experts = Mlp(gate, up, down, PLAIN[self.act] if gate is None else self.act)
+            y, self.used = moe_rounds(*given, num_experts, group, experts, max_rows=bound, **where)
+            return y
         where["max_rows"] = bound
         if gate is not None:
             hidden, _, handle = moe_dispatch_gated(*given, gate, up, num_experts, group, act=self.act, **where)

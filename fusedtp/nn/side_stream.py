@@ -4,8 +4,8 @@ On a GPU the second one's kernels go to a stream of their own: they run while th
 and backward (autograd runs a node's backward on the stream of its forward). The second is not to use a workspace that
 the first one uses too: kernels that do keep their order, and would run one after another.
 
-    stream of the caller   x | first: dispatch .. matmuls .. combine    | joined | sum
-    stream beside          . . . second: matmuls . . . . . . . . . . . .^
+    stream of the caller   x | first: plan .. dispatch .. matmuls .. combine    | joined | sum
+    stream beside          . . second: matmuls . . . . . . . . . . . . . . . . .^
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def run_on_side_stream(first: Callable[[Tensor], Tensor], second: Callable[[Tens
     here = torch.cuda.current_stream(x.device)
     there = _stream_beside(here)
     there.wait_stream(here)
-    y = first(x)
-    with torch.cuda.stream(there):
+    with torch.cuda.stream(there):  # before the first, which may make the host wait
         other = second(x)
     x.record_stream(there)
+    y = first(x)
     here.wait_stream(there)
     other.record_stream(here)
     return y + other

@@ -9,6 +9,7 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 import fusedtp
 from fusedtp import VirtualWorld
 from fusedtp.comm import communicator
+from fusedtp.ops.moe import plan as plans
 from tests.gpu.test_graphs import captured
 from tests.ops.moe.laws import Case, conserves_rows
 from tests.ops.moe.layer_laws import SMALL, Layer, Planned, experts_law
@@ -73,6 +75,22 @@ def test_experts_equal_the_dense_formula(sizes: tuple[int, ...], engine: str):
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES[1:], ids=str)
 def test_experts_in_16_bits_equal_the_dense_formula(dtype: torch.dtype):
     run(3, experts_law, Layer((6, 0, 5), **SMALL, dtype=dtype, engine="triton", device="cuda"), range(4))
+
+
+@pytest.mark.parametrize("sizes", [(64, 17, 0), (40,) * 8], ids=str)
+def test_experts_in_rounds_equal_the_dense_formula(sizes: tuple[int, ...]):
+    layer = Layer(sizes, **LARGE, engine="triton", device="cuda", recv_capacity=0.75)
+    for used in VirtualWorld(len(sizes), device="cuda").run(experts_law, layer, range(4)):
+        assert max(int(usage.rounds) for usage in used) > 1
+
+
+def test_what_exceeds_the_usual_room_comes_in_rounds():
+    """As if little were much: of eight ranks there is room for two shares of up to four."""
+    layer = Layer((40,) * 8, **LARGE, engine="triton", device="cuda")
+    with patch.object(plans, "SMALL", 0):
+        for used in VirtualWorld(8, device="cuda").run(experts_law, layer, range(4)):
+            assert [usage.bound for usage in used] == [2 * 40 * 4] * 4
+            assert max(int(usage.rounds) for usage in used) > 1
 
 
 def unsynchronised(group, layer: Layer) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fusedtp.comm import Group, propagate_errors
+from fusedtp.comm import Group, place, propagate_errors
 from fusedtp.comm.device_view import odd, peers_of
 from fusedtp.comm.launching import Launch, layouts
 from fusedtp.comm.signature import COMM_DTYPES
@@ -203,28 +203,37 @@ def _with_matmul(
     group: Group | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, MoEHandle]:
-    if options.get("comm_dtype"):
-        rows, offsets, handle = moe_dispatch(x, expert_ids, weights, num_experts, group, **options)
+    at = place_of(group, x)
+    with propagate_errors(at):
+        if not options.get("comm_dtype"):
+            (x,) = as_autocast(x.device.type, x)
+        plan, where = make_plan(x, expert_ids, weights, num_experts, at, **options)
+        where = known_room(plan, where)
+        return dispatch_with_matmul(x, without_dropped(weights, expert_ids, x), matrices, act, plan, where)
+
+
+def dispatch_with_matmul(
+    x: Tensor, weights: Tensor, matrices: Sequence[Tensor], act: str, plan: RoutingPlan, at: Exchange
+) -> tuple[Tensor, Tensor, MoEHandle]:
+    """moe_dispatch_matmul, or with act moe_dispatch_gated, by a plan that has been made."""
+    if at.comm_dtype:
+        rows, offsets, handle = dispatch(x, weights, plan, at)
         if act:
             y = grouped_gated(rows, matrices[0], matrices[1], offsets, act=act)
         else:
             y = grouped_matmul(rows, matrices[0], offsets)
         return y, offsets, handle
-    at = place_of(group, x)
-    with propagate_errors(at):
+    with propagate_errors(place(at.group)):
         main_grads = main_grads_of(matrices)
         x, *matrices = as_autocast(x.device.type, x, *matrices)
-        plan, where = make_plan(x, expert_ids, weights, num_experts, at, **options)
-        where = known_room(plan, where)
-        offsets = offsets_of(plan, where)
+        offsets = offsets_of(plan, at)
         check_grouped(x, offsets, **dict(zip(("gate", "up") if act else ("matrices",), matrices, strict=True)))
-        weights = without_dropped(weights, expert_ids, x)
         scalars = weights.detach()
         if needs_grad(x, *matrices):
-            y, row_weights = _DispatchMatmul.apply(where, act, main_grads, x, scalars, offsets, *plan, *matrices)
+            y, row_weights = _DispatchMatmul.apply(at, act, main_grads, x, scalars, offsets, *plan, *matrices)
         else:
-            _, row_weights, y = matmul_op(where.spec, x, scalars, matrices, offsets, act, False, *plan, where.max_rows)
-    return y, offsets, MoEHandle(weights, row_weights, plan, where, offsets)
+            _, row_weights, y = matmul_op(at.spec, x, scalars, matrices, offsets, act, False, *plan, at.max_rows)
+    return y, offsets, MoEHandle(weights, row_weights, plan, at, offsets)
 
 
 class _DispatchMatmul(Function):

@@ -14,6 +14,7 @@ rank r    sort own choices | gather all ranks' counts and orders | dispatch.py |
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from fusedtp.comm.constant import constant_to_compiler
 from fusedtp.comm.device_view import odd, runs_kernels
 from fusedtp.comm.launching import Launch
 from fusedtp.comm.signature import COMM_DTYPES
+from fusedtp.comm.streams import is_capturing
 
 from .. import engines
 from ..engines import Choice
@@ -39,6 +41,8 @@ from .fp8 import fault
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 UNDEFINED = 2**31 - 1
+SMALL = 64 << 20  # bytes of rows that there is room for in any case
+SHARES = 2  # even shares that there is room for where any routing would need more than that
 SORT_BLOCK = 2048  # choices that a program of the sort looks at at once
 
 
@@ -191,6 +195,30 @@ def make_plan(
     where = Exchange(at.name, at.rank, counts, num_experts, ids.shape[1], 0, chosen, layer, bound, comm_dtype)
     where = where._replace(max_rows=where.recv_capacity)
     return RoutingPlan(*moe_plan(where.spec, ids, where.max_rows)), where
+
+
+def usual_room(
+    group: Group | None, x: Tensor, expert_ids: Tensor, num_experts: int, sizes: Sequence[int] | None, engine: str
+) -> int | None:
+    """Rows that experts of a layer have room for where nobody says; None: any routing's, or what comes, if known.
+
+    SHARES even shares, T k / W each, where kernels run, rows are kept for backward, and any routing would need more
+    than SMALL bytes of them. The arguments are those of moe_dispatch.
+    """
+    at = place_of(group, x)
+    if expert_ids.dim() != 2 or _engine_of(at.name, engine, x.dtype) != "triton":
+        return None
+    tokens = x.shape[0] * at.world_size if sizes is None else sum(sizes)
+    top_k, each = expert_ids.shape[1], num_experts // at.world_size
+    most, room = tokens * min(top_k, each), math.ceil(SHARES * tokens * top_k / at.world_size)
+    if room >= most or most * x.shape[-1] * x.element_size() <= SMALL:
+        return None
+    return room if torch.is_grad_enabled() and may_wait() else None
+
+
+def may_wait() -> bool:
+    """Whether the host may wait for the device: not while anything is compiled or captured."""
+    return not torch.compiler.is_compiling() and not is_capturing()
 
 
 @constant_to_compiler
@@ -409,7 +437,7 @@ class PackedIndex(NamedTuple):
     counts       [E]          rows of every expert, of all owners
     places       [T_r k]      where each choice of this rank stands in its order
 
-    What has max_rows entries is undefined past the last row.
+    What has max_rows entries, as many as any owner has room for, is undefined past the last row.
     """
 
     begins: Tensor
@@ -429,7 +457,7 @@ class PackedIndex(NamedTuple):
 
 def index_lengths(at: Exchange) -> list[int]:
     """Elements of each part of a PackedIndex, without padding."""
-    w, each, rows = at.world_size, at.experts_here, at.max_rows
+    w, each, rows = at.world_size, at.experts_here, at.recv_capacity
     first = [w + 1, w + 1, w, w, w, w * each + 1, rows, rows]
     return [*first, each + 1, rows, rows, at.num_experts, at.tokens * at.top_k]
 
@@ -448,13 +476,18 @@ def unpacked(index: Tensor, at: Exchange) -> PackedIndex:
     return PackedIndex(*index.split(_padded_lengths(at)))
 
 
+def plans_by_kernel(device: torch.device) -> bool:
+    """Whether kernels make indices there, in code that is not being traced."""
+    traced = torch.compiler.is_compiling() or _len_torch_dispatch_stack()
+    return device.type != "cpu" and not traced and runs_kernels(device)
+
+
 def packed_index(table: Tensor, places: Tensor, at: Exchange) -> Tensor:
     """table [W, E] and places [T_r k] -> a PackedIndex as one int32 tensor.
 
     Shapes are known on the host, values stay on the device. By a kernel where there is one for it.
     """
-    traced = torch.compiler.is_compiling() or _len_torch_dispatch_stack()
-    if table.device.type == "cpu" or traced or not runs_kernels(table.device):
+    if not plans_by_kernel(table.device):
         return index_formula(table, places, at)
     index = torch.empty(index_size(at), dtype=torch.int32, device=table.device)
     launch, parts = plan_index(table, index, at)
@@ -465,7 +498,7 @@ def packed_index(table: Tensor, places: Tensor, at: Exchange) -> Tensor:
 
 def index_formula(table: Tensor, places: Tensor, at: Exchange) -> Tensor:
     """`packed_index` in torch; whoever reads what is undefined is far out of bounds."""
-    w, r, each = at.world_size, at.rank, at.experts_here
+    w, r, each, room = at.world_size, at.rank, at.experts_here, at.recv_capacity
     here = slice(r * each, (r + 1) * each)
     table = table.long()
     n = table.view(w, w, each).sum(2)
@@ -473,11 +506,11 @@ def index_formula(table: Tensor, places: Tensor, at: Exchange) -> Tensor:
     at_owners = (n.cumsum(0) - n)[r]
     in_sources = (n.cumsum(1) - n)[:, r]
     by_source, by_expert = _begins(table[:, here].reshape(-1)), _begins(table[:, here].t().reshape(-1))
-    arrivals = _new_rows(by_source, by_expert[:-1].view(each, w).t(), at.max_rows)
-    origins = _new_rows(by_expert, by_source[:-1].view(w, each).t(), at.max_rows)
+    arrivals = _new_rows(by_source, by_expert[:-1].view(each, w).t(), room)
+    origins = _new_rows(by_expert, by_source[:-1].view(w, each).t(), room)
     in_order = (table.cumsum(1) - table)[:, here].t()
-    to_places = _new_rows(by_expert, in_order, at.max_rows)
-    rows = torch.arange(at.max_rows, device=table.device)
+    to_places = _new_rows(by_expert, in_order, room)
+    rows = torch.arange(room, device=table.device)
     to = torch.searchsorted(by_expert[1:], rows, right=True) % w
     last = by_expert[-1]
     arrivals, origins, to, to_places = (
@@ -547,7 +580,7 @@ def plan_index(table: Tensor, index: Tensor, at: Exchange, block: int = 1024) ->
     args = parts._asdict() | dict(
         table=table.contiguous(),
         rank2=odd(at.rank),
-        max_rows=at.max_rows,
+        max_rows=at.recv_capacity,
         WORLD=w,
         HERE=each,
         SOURCES=power_of_two(w),

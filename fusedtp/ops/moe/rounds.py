@@ -2,47 +2,70 @@
 
     rows of an owner    | 0 .. M-1 | M .. 2M-1 | 2M .. |      by (expert, source, choice), as always
                           round 0    round 1     round 2
-    a round             dispatch of its choices -> compute(rows, offsets) -> their rows back, one for each choice
-    after the last      the weighted sum of each token's choices, once
+    a round             dispatch of its choices -> the experts -> the sum of each token's choices that are in it
+    y                   the sum of the rounds
 
 The plan is made once; what a round moves follows from it on the device: row r of an owner is in round r // M. A round's
-plan is a plan like any other, of tokens with one choice. Its table holds the part of each block that lies in the
-round's window, and in its orders the choices of the round come first, the others after them, as dropped ones do.
+plan is a plan like any other. Its table holds the part of each block that lies in the round's window, and in its orders
+the choices of the round come first; the others come after them, as dropped ones do. What an owner takes from a source
+in a round are neighbours in the source's order: blocks of consecutive experts, of which the first and the last may be
+cut. So a round's orders are copies of pieces, and no sort (`moe_window_kernel` in kernels/moe_plan.py).
 
-Every choice has its row in one round and zeros in the others, so the rounds' parts add up exactly, and the sum over a
-token's choices is made afterwards, in their order, in fp32, rounded once: the bits of an exchange without a bound. So
-are those of dx, for which the choices' gradients are kept apart until the last. (A zero may lose its sign. And the last
-sum is torch's: compilers may join a product and a sum there and not in the kernels' combine, or the other way round,
-which rounds the fp32 sums of `triton` otherwise.)
+A choice's weight gets its gradient in one round and zeros in the others: the bits of an exchange without a bound. So
+have y and dx where one round has all rows. A token with choices in several rounds is summed round by round, each time
+rounded to its dtype. (A zero may lose its sign.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fusedtp.comm import Group, Place, alone, propagate_errors
+from fusedtp.comm import Group, Place, place, propagate_errors
+from fusedtp.comm.device_view import odd
+from fusedtp.comm.launching import Launch
 
-from .combine import combine_rows, moe_combine
-from .dispatch import dispatch, dispatch_rows
+from ..launch.config import Config, power_of_two
+from ..operation import as_autocast
+from ..pointwise import ACTIVATIONS
+from .combine import moe_combine, moe_matmul_combine
+from .dispatch import dispatch, dispatch_with_matmul
 from .plan import (
     Blocks,
     Exchange,
     RoutingPlan,
-    check_outputs,
-    host_knows,
+    index_size,
     make_plan,
-    offsets_of,
+    may_wait,
     packed_index,
     place_of,
     places_of,
+    plan_index,
+    plans_by_kernel,
+    unpacked,
     without_dropped,
 )
+
+STEPS = 16  # sizes of what kernels have room for, up to the bound
+
+
+class Mlp(NamedTuple):
+    """Experts down (act(gate x) * (up x)), or down act(up x), whose matmuls run while rows travel.
+
+    gate, up    [E / W, F, K]  of this rank's experts; gate None: ungated
+    down        [E / W, N, F]
+    act         of gate's product by name, see grouped_gated; of up's, if ungated, a function, which is not random
+    """
+
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+    act: str | Callable[[Tensor], Tensor] = "silu"
+
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 
@@ -66,7 +89,7 @@ def moe_rounds(
     weights: Tensor,
     num_experts: int,
     group: Group | None,
-    compute: Compute,
+    compute: Compute | Mlp,
     *,
     max_rows: int,
     sizes: Sequence[int] | None = None,
@@ -78,98 +101,112 @@ def moe_rounds(
     """Dispatch, experts and combine with room for max_rows rows, in as many rounds as that takes.
 
         x, expert_ids, weights, num_experts, group, sizes, engine, weights_sum, comm_dtype    as in moe_dispatch
-        compute      (rows [R, K], offsets [E / W + 1]) -> y [R, N] with R <= max_rows, once a round; each row by itself
+        compute      an Mlp, or (rows [R, K], offsets [E / W + 1]) -> y [R, N] with R <= max_rows, once a round; each
+                     row by itself
         max_rows     at least 1, the same on all ranks
         return       y [T_r, N], and RecvUsage
 
-    The result, dx and the weights' gradients are those of moe_dispatch and moe_combine without a bound; gradients of
-    what compute uses are the sums of the rounds'. There are as many rounds as the fullest owner needs where the host
-    knows the plan (on CPU, and by all_to_all), the same number on all ranks. Elsewhere nothing waits for the device:
-    there are as many as any routing may need, ceil(T min(k, E / W) / max_rows), and those without rows end at once.
+    Where all rows fit one round, the result and dx have the bits of moe_dispatch and moe_combine without a bound; else
+    they are sums of the rounds', rounded after each. The weights' gradients have those bits in any case; gradients of
+    what compute uses are the sums of the rounds'. There are as many rounds as the fullest owner needs, the same number
+    on all ranks; on a GPU the host waits once to learn it. Where it cannot, under torch.compile and while a graph is
+    captured, there are as many as any routing may need, ceil(T min(k, E / W) / max_rows), and those without rows end
+    at once.
 
-    Rounds after the first keep none of their rows for backward: their dispatch and compute are repeated there, so that
-    at most two rounds' rows are held at a time, the first one's and the repeated one's. (Not under torch.compile.)
+    Rounds after the first keep nothing for backward: they are repeated there, so that at most two rounds' rows are held
+    at a time, the first one's and the repeated one's. (Not under torch.compile.)
     Raises what moe_dispatch raises, but not for too many rows; ValueError for max_rows below 1.
     """
     at = place_of(group, x)
     with propagate_errors(at):
         if max_rows < 1:
             raise ValueError(f"rank {at.rank}: max_rows is {max_rows}; a round moves at least 1 row")
+        if isinstance(compute, Mlp):
+            _check_act(at, compute)
+            if not comm_dtype:  # which is made of x as it was given
+                (x,) = as_autocast(x.device.type, x)
         plan, where = make_plan(
             x, expert_ids, weights, num_experts, at, max_rows=max_rows, sizes=sizes, engine=engine, layer=layer,
             weights_sum=weights_sum, comm_dtype=comm_dtype,
         )  # fmt: skip
-    weights = without_dropped(weights, expert_ids, x)
-    usage = _usage(plan, where)
-    found = Blocks(plan.table, where).rows if host_knows(plan, where) else None
+    weights, usage = without_dropped(weights, expert_ids, x), _usage(plan, where)
+    found = _rows_of_owners(plan, where) if may_wait() else None
     most = where.max_recv_rows if found is None else max(found)
     if most <= max_rows:
-        rows, offsets, handle = dispatch(x, weights, plan, _fitted(where, found, 0))
-        return moe_combine(_computed(at, compute, rows, offsets), handle), usage
-    here, own = _choices_alone(where, x.device)
-    choices, _ = dispatch_rows(x, None, own, here)
-    parts = _all_rounds(choices, plan, where, found, -(-most // max_rows), partial(_computed, at, compute))
-    return combine_rows(parts, weights, weights.detach().reshape(-1), own, here), usage
+        return _one_round(x, weights, compute, plan, _fitted(where, found, 0)), usage
+    windows, random = Windows(plan, where), not isinstance(compute, Mlp)
+    y: Any = None
+    for i in range(-(-most // max_rows)):
+        here = _fitted(where, found, i)
+        given = x, weights, compute, windows.plan(i, here), here
+        if i == 0 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            part = _one_round(*given)
+        else:
+            part = checkpoint(_one_round, *given, use_reentrant=False, preserve_rng_state=random)
+        y = part if y is None else y + part
+    return y, usage
 
 
-def _computed(at: Place, compute: Compute, rows: Tensor, offsets: Tensor) -> Tensor:
-    """compute(rows, offsets). If it raises, the other ranks, which wait for its rows, are told."""
-    with propagate_errors(at):
-        return compute(rows, offsets)
+def _check_act(at: Place, experts: Mlp) -> None:
+    act = experts.act
+    if experts.gate is None and not callable(act):
+        raise ValueError(f"rank {at.rank}: got act {act!r} without gate: a function is wanted")
+    if experts.gate is not None and (callable(act) or act not in ACTIVATIONS):
+        raise ValueError(f"rank {at.rank}: got act {act!r}: there are {', '.join(ACTIVATIONS)}")
+
+
+def _one_round(x: Tensor, weights: Tensor, compute: Compute | Mlp, plan: RoutingPlan, at: Exchange) -> Tensor:
+    """x [T_r, K], weights [T_r, k], 0 of dropped choices -> the weighted sums of the choices in the plan, [T_r, N]."""
+    if not isinstance(compute, Mlp):
+        rows, offsets, handle = dispatch(x, weights, plan, at)
+        with propagate_errors(place(at.group)):  # the other ranks wait for what compute makes
+            y = compute(rows, offsets)
+        return moe_combine(y, handle)
+    gate, up, down, act = compute
+    if callable(act):
+        hidden, _, handle = dispatch_with_matmul(x, weights, [up], "", plan, at)
+        hidden = act(hidden)
+    else:
+        assert gate is not None
+        hidden, _, handle = dispatch_with_matmul(x, weights, [gate, up], act, plan, at)
+    return moe_matmul_combine(hidden, down, handle)
 
 
 def _usage(plan: RoutingPlan, at: Exchange) -> RecvUsage:
-    used = plan.table.view(at.world_size, at.world_size, at.experts_here).sum((0, 2), dtype=torch.int32)
+    if plan.packed.shape[0]:
+        used = unpacked(plan.packed, at).totals[: at.world_size]
+    else:
+        used = plan.table.view(at.world_size, at.world_size, at.experts_here).sum((0, 2), dtype=torch.int32)
     return RecvUsage(at.bound, used, (used.max() + at.bound - 1) // at.bound)
 
 
+def _rows_of_owners(plan: RoutingPlan, at: Exchange) -> list[int]:
+    """Rows of each owner. Waits for the device."""
+    if at.engine == "triton" and plan.packed.shape[0]:
+        return unpacked(plan.packed, at).totals[: at.world_size].tolist()
+    return Blocks(plan.table, at).rows
+
+
 def _fitted(at: Exchange, found: Sequence[int] | None, i: int) -> Exchange:
-    """The exchange of round i: with room for what comes where the host knows it, except for kernels."""
-    if found is None or at.engine == "triton":
+    """The exchange of round i, with room for what comes where the host knows it.
+
+    Of kernels with the same room on all ranks, and of few sizes, as each is a launch that has to be prepared.
+    """
+    if found is None:
         return at
-    return at._replace(max_rows=min(max(found[at.rank] - i * at.bound, 0), at.bound))
+    if at.engine != "triton":
+        return at._replace(max_rows=min(max(found[at.rank] - i * at.bound, 0), at.bound))
+    step = max(1, -(-at.bound // STEPS))
+    return at._replace(max_rows=min(-(-max(1, max(found) - i * at.bound) // step) * step, at.recv_capacity))
 
 
-def _choices_alone(at: Exchange, device: torch.device) -> tuple[Exchange, RoutingPlan]:
-    """An exchange of this rank with itself: the rows are its choices, in their order."""
-    count = at.tokens * at.top_k
-    here = Exchange(alone(device.type).name, 0, (at.tokens,), 1, at.top_k, count, "local")
-    table = torch.full((1, 1), count, dtype=torch.int32, device=device)
-    order = torch.arange(count, dtype=torch.int32, device=device)
-    return here, RoutingPlan(table, order, order.new_empty(0))
-
-
-def _all_rounds(
-    choices: Tensor,
-    plan: RoutingPlan,
-    where: Exchange,
-    found: Sequence[int] | None,
-    rounds: int,
-    compute: Compute,
-) -> Tensor:
-    """choices [T_r k, K] -> [T_r k, N]: what the experts make of each choice, zeros of dropped ones."""
-    at = where._replace(sizes=tuple(n * where.top_k for n in where.sizes), top_k=1)
-    windows = Windows(plan, at)
-    parts: Tensor | None = None
-    for i in range(rounds):
-        here = _fitted(at, found, i)
-        of_round = windows.plan(i, here)
-
-        def forth(choices: Tensor, of_round: RoutingPlan = of_round, here: Exchange = here) -> Tensor:
-            rows, _ = dispatch_rows(choices, None, of_round, here)
-            return compute(rows, offsets_of(of_round, here))
-
-        keep = i == 0 or torch.compiler.is_compiling()
-        y = forth(choices) if keep else checkpoint(forth, choices, use_reentrant=False)
-        check_outputs(y, here)
-        part = combine_rows(y, None, None, of_round, here)
-        parts = part if parts is None else parts + part
-    assert parts is not None
-    return parts
+# -- the rounds' plans -------------------------------------------------------------------------------------------------
 
 
 class Windows:
     """The plans of the rounds, from the plan of all rows. Nothing here waits for the device.
+
+    Where kernels run, one makes table and orders of a round, another one its index. In torch:
 
     begins   int64 [W, E]    the owner's row where each block begins
     source   int64 [T k]     of each entry of the orders
@@ -177,8 +214,14 @@ class Windows:
     """
 
     def __init__(self, plan: RoutingPlan, at: Exchange) -> None:
+        self.given = plan
+        self.by_kernel = at.engine == "triton" and plans_by_kernel(plan.table.device)
+        if not self.by_kernel:
+            self._look(plan, at)
+
+    def _look(self, plan: RoutingPlan, at: Exchange) -> None:
         w, each = at.world_size, at.experts_here
-        self.orders, self.counts = plan.orders, plan.table.long()
+        self.counts = plan.table.long()
         by_owner = self.counts.view(w, w, each).permute(1, 2, 0).reshape(w, each * w)
         begins = by_owner.cumsum(1) - by_owner
         self.begins = begins.view(w, each, w).permute(2, 0, 1).reshape(w, w * each)
@@ -187,7 +230,7 @@ class Windows:
         blocks = torch.cat([self.counts, (sizes - self.counts.sum(1))[:, None]], 1).reshape(-1)
         rows = torch.cat([self.begins, self.begins.new_zeros(w, 1)], 1).reshape(-1)
         ends = blocks.cumsum(0)
-        places = torch.arange(self.orders.shape[0], device=ends.device)
+        places = torch.arange(plan.orders.shape[0], device=ends.device)
         block = torch.searchsorted(ends, places, right=True)
         row = (rows - ends + blocks)[block] + places
         self.source = block // (w * each + 1)
@@ -195,10 +238,46 @@ class Windows:
 
     def plan(self, i: int, at: Exchange) -> RoutingPlan:
         """Of round i."""
+        if self.by_kernel:
+            window, made = plan_window(self.given, i, at)
+            window.start(made.table.device)
+            plan_index(made.table, made.packed, at)[0].start(made.table.device)
+            return made
         low, high = i * at.bound, (i + 1) * at.bound
         table = (self.begins + self.counts).clamp(low, high) - self.begins.clamp(low, high)
         first = torch.sort(2 * self.source + (self.round != i), stable=True).indices
-        table, orders, index = table.to(torch.int32), self.orders[first], self.orders.new_empty(0)
+        table, orders = table.to(torch.int32), self.given.orders[first]
+        index = orders.new_empty(0)
         if at.engine == "triton":
             index = packed_index(table, places_of(orders[at.choices_of(at.rank)]), at)
         return RoutingPlan(table, orders, index)
+
+
+def plan_window(plan: RoutingPlan, i: int, at: Exchange, block: int = 256) -> tuple[Launch, RoutingPlan]:
+    """The launch that makes the plan of round i but for its index, whose `places` it fills too, and that plan.
+
+    Of the orders only this rank's and what its experts take of others' are made; choices of other rounds have no place
+    (T_r k stands for it).
+    """
+    from fusedtp.kernels.moe_plan import moe_window_kernel
+
+    table, orders = (part.new_empty(part.shape) for part in plan[:2])
+    made = RoutingPlan(table, orders, orders.new_empty(index_size(at)))
+    w, each = at.world_size, at.experts_here
+    args = dict(
+        sizes=tuple(odd(n * at.top_k) for n in at.sizes),
+        table=plan.table.contiguous(),
+        orders=plan.orders,
+        low=i * at.bound,
+        high=(i + 1) * at.bound,
+        table_out=table,
+        orders_out=orders,
+        places=unpacked(made.packed, at).places,
+        rank2=odd(at.rank),
+        WORLD=w,
+        HERE=each,
+        SOURCES=power_of_two(w),
+        EXPERTS=power_of_two(each),
+        BLOCK=block,
+    )
+    return Launch(moe_window_kernel, w * w * each + 1, args, Config(0, 0, 0, num_warps=4)), made

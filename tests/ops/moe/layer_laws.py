@@ -34,6 +34,7 @@ class Layer:
     dtype: torch.dtype = torch.float32
     engine: str = "chunked"
     device: str = "cpu"
+    recv_capacity: float | None = None  # with room for so many even shares, and rounds; None: as it is by default
 
     def mine(self, rank: int) -> slice:
         return slice(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
@@ -115,14 +116,17 @@ def on_device(layer: Layer, rank: int, given: Drawn) -> tuple[Tensor, ...]:
     )
 
 
-def experts_law(group: Any, layer: Layer, numbers: range) -> None:
-    """A parallel layer of experts, several batches one after another, of ever another skew."""
+def experts_law(group: Any, layer: Layer, numbers: range) -> list[Any]:
+    """A parallel layer of experts, several batches one after another, of ever another skew; the RecvUsage of each."""
     rank = group.rank()
     mesh = group if isinstance(group, VirtualGroup) else DeviceMesh.from_group(group, layer.device)
+    used = []
     for number in numbers:
         given = drawn(layer, number, (number % 3) / 2, 0.1 if number % 4 else 1.0)
         x, weights, _up, _down, dy, ids = on_device(layer, rank, given)
-        experts = Experts(layer.dim, layer.hidden, layer.num_experts, act="relu", gated=False, dtype=layer.dtype)
+        room = {} if layer.recv_capacity is None else dict(recv_capacity=layer.recv_capacity, on_overflow="rounds")
+        how = dict(act="relu", gated=False, dtype=layer.dtype, **room)
+        experts = Experts(layer.dim, layer.hidden, layer.num_experts, **how)
         experts.load_state_dict({"up_proj": given.up, "down_proj": given.down})
         style = fusedtp.FusedExperts(sizes=layer.sizes, engine=layer.engine)
         fusedtp.parallelize(experts, mesh, plan={"": style})
@@ -130,6 +134,8 @@ def experts_law(group: Any, layer: Layer, numbers: range) -> None:
         out.backward(dy)
         whole = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in experts.parameters()]
         check(layer, rank, given, [out, x.grad, weights.grad, *whole], f"batch {number}")
+        used.append(experts.used)
+    return used
 
 
 class Planned:

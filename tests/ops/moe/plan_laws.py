@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from fusedtp.ops.moe.plan import (
     Exchange,
+    RoutingPlan,
     index_formula,
     index_lengths,
     index_size,
@@ -16,6 +19,7 @@ from fusedtp.ops.moe.plan import (
     sort_choices,
     unpacked,
 )
+from fusedtp.ops.moe.rounds import Windows, plan_window
 
 UNDEFINED_PAST_THE_LAST_ROW = ("arrivals", "origins", "to", "to_places")
 
@@ -55,25 +59,55 @@ def check_index(index: Tensor, table: Tensor, at: Exchange) -> None:
     """Against the formula; what is undefined was not written."""
     places = torch.arange(at.tokens * at.top_k, device=table.device)
     want = unpacked(index_formula(table, places, at), at)
-    rows = min(int(want.offsets[at.experts_here]), at.max_rows)
+    rows = min(int(want.offsets[at.experts_here]), at.recv_capacity)
     for name, got, length in zip(want._fields, unpacked(index, at), index_lengths(at), strict=True):
         known = rows if name in UNDEFINED_PAST_THE_LAST_ROW else 0 if name == "places" else length
         torch.testing.assert_close(got[:known], getattr(want, name)[:known], rtol=0, atol=0, msg=name)
         assert (got[known:] == -7).all(), f"{name}: what is undefined was written"
 
 
+def window_law(plan: RoutingPlan, at: Exchange, rounds: Iterable[int], block: int = 256) -> None:
+    """A rank's plans of these rounds by the kernel, as far as they are read, are those of the formula."""
+    windows, r, each = Windows(plan, at._replace(engine="local")), at.rank, at.experts_here
+    for i in rounds:
+        launch, made = plan_window(plan, i, at, block)
+        for part in made:
+            part.fill_(-7)
+        launch.start(plan.table.device)
+        want = windows.plan(i, at._replace(engine="local"))
+        same = lambda name, got, want: torch.testing.assert_close(got, want, rtol=0, atol=0, msg=name)  # noqa: E731
+        same("table", made.table, want.table)
+        for s, of_source in enumerate(want.table.tolist()):
+            begin, end = (0, sum(of_source)) if s == r else (sum(of_source[: e * each]) for e in (r, r + 1))
+            got, of_formula = (part.orders[at.choices_of(s)] for part in (made, want))
+            same(f"order of {s}", got[begin:end], of_formula[begin:end])
+            assert (got[:begin] == -7).all() and (got[end:] == -7).all(), "what nobody reads was written"
+        choices, moved = at.tokens * at.top_k, int(want.table[r].sum())
+        places = places_of(want.orders[at.choices_of(r)]).int()
+        places[places >= moved] = choices
+        *others, own = unpacked(made.packed, at)
+        same("places", own[:choices], places)
+        assert all((part == -7).all() for part in (*others, own[choices:])), "the index was written"
+
+
 def plan_law(
     group: object, device: str, dtype: torch.dtype, sizes: list[int], here: int, top_k: int, dropped: float,
     skewed: bool, bound: float, block: int, seed: int,
 ) -> None:  # fmt: skip
-    """Both kernels, of every rank. bound: room for that share of what any routing needs."""
+    """All kernels, of every rank. bound: room for that share of what any routing needs."""
     ids = [each.to(device, dtype) for each in drawn(sizes, here, top_k, dropped, skewed, seed)]
     experts = here * len(sizes)
     table = torch.stack([sort_law(each, experts, block) for each in ids])
+    orders = torch.cat([sort_choices(each, experts)[1] for each in ids])
     table = table if seed % 2 else table.t().contiguous().t()  # as rounds have it
     for rank in range(len(sizes)):
         at = Exchange("", rank, tuple(sizes), experts, top_k, 0, "triton")
-        index_law(table, at._replace(max_rows=int(bound * at.max_recv_rows)), block)
+        rows = int(bound * at.max_recv_rows)
+        at = at._replace(bound=rows)
+        index_law(table, at, block)
+        if rows and rank == seed % len(sizes):
+            last = -(-at.max_recv_rows // rows)  # without rows
+            window_law(RoutingPlan(table, orders, orders.new_empty(0)), at, {seed % last, last - 1, last}, block)
 
 
 def stray_law(group: object, device: str) -> None:

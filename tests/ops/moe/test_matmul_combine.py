@@ -245,7 +245,7 @@ def test_homes_are_where_a_combine_looks():
     parts = [sort_choices(part, EXPERTS) for part in IDS.split(list(SIZES))]
     table = torch.stack([counts for counts, _order in parts])
     for rank in range(3):
-        at = Exchange("", rank, SIZES, EXPERTS, 2, 4, "triton")
+        at = Exchange("", rank, SIZES, EXPERTS, 2, 4, "triton", bound=4)
         found = unpacked(index_formula(table, places_of(parts[rank][1]), at), at)
         wanted = []
         for expert in (2 * rank, 2 * rank + 1):

@@ -91,7 +91,7 @@ def test_the_compiled_kernels_make_it_too(target):
     sorted_ = [sort_choices(each, 2 * here) for each in ids]
     table = torch.stack([counts for counts, _ in sorted_])
     at = Exchange("", 1, tuple(sizes), 2 * here, top_k, 0, "triton")
-    at = at._replace(max_rows=int(table[:, here:].sum()) - 2)  # too little room
+    at = at._replace(bound=int(table[:, here:].sum()) - 2)  # too little room
 
     def sorting() -> Run:
         launch, words, places = plan_sort(ids[0], 2 * here, 16)
