@@ -174,16 +174,18 @@ def moe_window_kernel(
         tl.store(table_out + program, kept)
         if (s == rank) | (e // HERE == rank):
             for at in range(0, count, BLOCK):
+                inside = at + lanes < count
+                choice = tl.load(orders + old + at + lanes, mask=inside, other=0)
                 row = at + lanes - skipped
-                choice = tl.load(orders + old + at + lanes, mask=at + lanes < count, other=0)
-                inside = (row >= 0) & (row < kept)
-                tl.store(orders_out + offset + new + row, choice, mask=inside)
+                moves = (row >= 0) & (row < kept)
+                tl.store(orders_out + offset + new + row, choice, mask=moves)
                 if s == rank:
-                    tl.store(places + choice, tl.where(inside, new + row, size), mask=at + lanes < count)
+                    tl.store(places + choice, tl.where(moves, new + row, size), mask=inside)
     else:
         size, offset = shard(sizes, rank, WORLD)
         everyone = tl.arange(0, SOURCES * EXPERTS)
         mine = tl.load(table + rank * (WORLD * HERE) + everyone, mask=everyone < WORLD * HERE, other=0)
         for at in range(tl.sum(mine, 0), size, BLOCK):
-            choice = tl.load(orders + offset + at + lanes, mask=at + lanes < size, other=0)
-            tl.store(places + choice, tl.zeros_like(choice) + size, mask=at + lanes < size)
+            inside = at + lanes < size
+            choice = tl.load(orders + offset + at + lanes, mask=inside, other=0)
+            tl.store(places + choice, tl.zeros_like(choice) + size, mask=inside)

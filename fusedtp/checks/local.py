@@ -282,15 +282,15 @@ def _index(v: Variant) -> Local:
 def _window(v: Variant) -> Local:
     """Of the second of three ranks, in the second of several rounds; some choices are dropped."""
     generator = torch.Generator().manual_seed(0)
-    at = plan.Exchange("", 1, (30, 25, 0), 6, 2, 17, "local", bound=17)
-    likes = torch.rand(55, 6, generator=generator) + torch.tensor([0.9, 0.0, 0.6, 0.4, 0.0, 0.2])
-    ids = torch.where(torch.rand(55, 2, generator=generator) < 0.1, -1, likes.topk(2).indices)
-    sorted_ = [plan.sort_choices(each, 6) for each in ids.split(list(at.sizes))]
+    at = plan.Exchange("", 1, (30, 25, 20), 9, 2, 17, "local", bound=17)
+    likes = torch.rand(75, 9, generator=generator) + torch.tensor([0.9, 0.0, 0.6, 0.0, 0.8, 0.4, 0.0, 0.2, 0.0])
+    ids = torch.where(torch.rand(75, 2, generator=generator) < 0.1, -1, likes.topk(2).indices)
+    sorted_ = [plan.sort_choices(each, 9) for each in ids.split(list(at.sizes))]
     table, orders = torch.stack([counts for counts, _ in sorted_]), torch.cat([order for _, order in sorted_])
     given = plan.RoutingPlan(table, orders, orders.new_empty(0))
     launch, made = rounds.plan_window(given, 1, at, 16)
     wanted = rounds.Windows(given, at).plan(1, at)
-    moved = wanted.table.view(3, 3, 2).sum(2)
+    moved = wanted.table.view(3, 3, 3).sum(2)
     read = torch.full_like(orders, UNWRITTEN)
     for source in range(3):
         first, last = (0, 3) if source == at.rank else (at.rank, at.rank + 1)
