@@ -10,11 +10,6 @@ and each counts tiles for itself. Tiles are dealt in turn across the borders of 
 
     expert    0 (3 tiles)   1 (none)   2 (5 tiles)          program p takes every P-th tile, whoever it belongs to;
     program   0  1  2           -      3  0  1  2  3        how many of an expert's `dealt` says
-              ready(0)                 ready(2)
-
-`ready` is asked for an expert before a program's first tile of it, in the loop over experts, see Note [Waits stand in
-outer loops] in signals.py: where rows arrive during the launch, that is the place to wait for an expert's flags. The
-kernels here find all rows there.
 
 Walking costs a load and some integer arithmetic an expert, whether it has rows or not. A table of tiles, made by a
 kernel before this one, would save that, and cost a launch.
@@ -32,11 +27,6 @@ from .epilogue import add_bias
 from .matmul import descriptor_loop, dot_loop, mixed_loop, mixed_pair_loop, pair_loop, store_tile, tile_of
 from .swiglu import activated
 from .tiles import cdiv, dealt, halves, inline, to_int64
-
-
-@inline
-def all_there(peers, arrivals, expert):
-    """`ready` of rows that came before the launch."""
 
 
 @inline
@@ -211,10 +201,7 @@ def gated_tile(
 
 
 @inline
-def group_tiles(
-    ready,
-    peers,  # what `ready` takes first; by itself, as constants of a tuple in a tuple are lost on Triton 3.6
-    arrivals,  # and second
+def group_tile(
     index,  # int32, the row of x for each row of y; None where it is the same
     x,
     w,
@@ -225,59 +212,90 @@ def group_tiles(
     y,
     gate_out,
     up_out,
+    expert,
+    row,  # of y, the tile's first
+    end,  # of the expert's rows
+    col,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HALVES: tl.constexpr,
+    ACT: tl.constexpr,  # of a gated matmul, "" of another
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    X_TMA: tl.constexpr,  # without an index
+    ACROSS: tl.constexpr,
+):
+    """One tile of y."""
+    rows = row + tl.arange(0, BLOCK_M)
+    inside = rows < end
+    x_rows = rows
+    if index is not None:
+        x_rows = tl.load(index + rows, mask=inside, other=0)
+    if ACT != "":
+        gated_tile(
+            x, w, w2, strides, y, gate_out, up_out, expert, row, x_rows, rows, inside, col, N, K, BLOCK_N, BLOCK_K,
+            EVEN_K, ACT, PRECISION, TMA, X_TMA,
+        )  # fmt: skip
+    else:
+        acc = sum_tile(
+            x, w, x2, w2, strides, expert, row, x_rows, inside, col, N, K, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, TMA,
+            X_TMA, ACROSS,
+        )  # fmt: skip
+        if HALVES:
+            left, right = halves(acc)
+            first = col + tl.arange(0, BLOCK_N // 2)
+            finish_group(y, left, bias, expert, rows, inside, first, N)
+            finish_group(y, right, bias, expert, rows, inside, first + BLOCK_N // 2, N)
+        else:
+            finish_group(y, acc, bias, expert, rows, inside, col + tl.arange(0, BLOCK_N), N)
+
+
+@inline
+def group_tiles(
+    x,
+    w,
+    x2,
+    w2,
+    strides,
+    bias,
+    y,
+    gate_out,
+    up_out,
     offsets,
     E,
     R,
     N,
     K,
-    start,
-    programs,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
     HALVES: tl.constexpr,
-    ACT: tl.constexpr,  # of a gated matmul, "" of another
+    ACT: tl.constexpr,
     PRECISION: tl.constexpr,
-    TMA: tl.constexpr = False,
-    X_TMA: tl.constexpr = False,  # without an index
-    ACROSS: tl.constexpr = False,
+    TMA: tl.constexpr,
+    X_TMA: tl.constexpr,
+    ACROSS: tl.constexpr,
 ):
-    """Every `programs`-th tile of y from `start` on."""
+    """This program's tiles of y; the arguments are those of `group_tile`."""
     num_cols = cdiv(N, BLOCK_N)
+    start, programs = tl.program_id(0), tl.num_programs(0)
     end = first_row(offsets, R)
     for expert in range(E):
         begin = end
         end = last_row(offsets, expert, begin, R)
         num_rows = cdiv(end - begin, BLOCK_M)
-        mine = dealt(start, num_rows * num_cols, programs)
-        if mine > 0:
-            ready(peers, arrivals, expert)
-        for _ in range(mine):
+        for _ in range(dealt(start, num_rows * num_cols, programs)):
             row, col = tile_of(start, num_rows, num_cols, BLOCK_M, BLOCK_N, GROUP)
-            rows = begin + row + tl.arange(0, BLOCK_M)
-            inside = rows < end
-            x_rows = rows
-            if index is not None:
-                x_rows = tl.load(index + rows, mask=inside, other=0)
-            if ACT != "":
-                gated_tile(
-                    x, w, w2, strides, y, gate_out, up_out, expert, begin + row, x_rows, rows, inside, col, N, K,
-                    BLOCK_N, BLOCK_K, EVEN_K, ACT, PRECISION, TMA, X_TMA,
-                )  # fmt: skip
-            else:
-                acc = sum_tile(
-                    x, w, x2, w2, strides, expert, begin + row, x_rows, inside, col, N, K, BLOCK_N, BLOCK_K, EVEN_K,
-                    PRECISION, TMA, X_TMA, ACROSS,
-                )  # fmt: skip
-                if HALVES:
-                    left, right = halves(acc)
-                    first = col + tl.arange(0, BLOCK_N // 2)
-                    finish_group(y, left, bias, expert, rows, inside, first, N)
-                    finish_group(y, right, bias, expert, rows, inside, first + BLOCK_N // 2, N)
-                else:
-                    finish_group(y, acc, bias, expert, rows, inside, col + tl.arange(0, BLOCK_N), N)
+            group_tile(
+                None, x, w, x2, w2, strides, bias, y, gate_out, up_out, expert, begin + row, end, col, N, K, BLOCK_M,
+                BLOCK_N, BLOCK_K, EVEN_K, HALVES, ACT, PRECISION, TMA, X_TMA, ACROSS,
+            )  # fmt: skip
             start += programs
         start -= num_rows * num_cols
 
@@ -309,8 +327,8 @@ def grouped_matmul_kernel(
 ):
     """y [R, N] = x [R, K] @ w[e] [N, K].T + x2 [R, K] @ w2[e] [N, K].T + bias[e] [N], e the expert of each row."""
     group_tiles(
-        all_there, None, None, None, x, w, x2, w2, strides, bias, y, None, None, offsets, E, R, N, K, tl.program_id(0),
-        tl.num_programs(0), BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN_K, HALVES, "", PRECISION, TMA, X_TMA, ACROSS,
+        x, w, x2, w2, strides, bias, y, None, None, offsets, E, R, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN_K,
+        HALVES, "", PRECISION, TMA, X_TMA, ACROSS,
     )  # fmt: skip
 
 
@@ -340,7 +358,6 @@ def grouped_gated_kernel(
 ):
     """y [R, N] = act(x [R, K] @ gate[e] [N, K].T) * (x @ up[e] [N, K].T), e the expert of each row."""
     group_tiles(
-        all_there, None, None, None, x, gate, x, up, strides, None, y, gate_out, up_out, offsets, E, R, N, K,
-        tl.program_id(0), tl.num_programs(0), BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN_K, False, ACT, PRECISION, TMA,
-        X_TMA, False,
+        x, gate, x, up, strides, None, y, gate_out, up_out, offsets, E, R, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP,
+        EVEN_K, False, ACT, PRECISION, TMA, X_TMA, False,
     )  # fmt: skip

@@ -2,21 +2,21 @@
 
     x [T_r, K]  ->  rows [max_rows, K] of this rank's experts  ->  y [max_rows, N], by the weights of each row's expert
 
-What moves is as in moe_exchange.py: segments in chunks with a flag each, own rows too, into the receiver's slot. Three
-kinds of programs, by number. Two sources, three experts, time to the right; e.g. 0a is a chunk of rows of expert 0:
+What moves is as in moe_exchange.py: segments in chunks with a flag each, own rows too, into the receiver's slot.
+Programs 0 .. S-1 send before they multiply, the others only multiply. Two sources, three experts, time to the right;
+e.g. 0a is a chunk of rows of expert 0:
 
-    send       0a to 1 | 0a to 0 | 0b 1a to 1 | 0b 1a to 0 | 2a to 1 | ...     never waits
-    copy                 0a        0a           0b 1a        0b 1a             slot -> rows, chunk by chunk
-    multiply                                    tiles of expert 0 | tiles of expert 1 | tiles of expert 2
+    send       0a to 1 | 0a to 0 | 0b 1a to 1 | 0b 1a to 0 | 2a to 1 | ...     multiply, too
+    multiply             tiles of expert 0            | tiles of expert 1 | tiles of expert 2
 
 A segment is in the order of experts, and the first chunk goes to all owners before the second goes to any: so at an
 owner expert 0 is complete long before the last expert is. A multiplying program waits, before its first tile of an
 expert, for the chunks of each source that hold rows of that expert, and for no others. It reads them in the slot, by an
-index from where a row belongs to where it came: there is no flag between the programs of a rank, and `rows`, which
-only the weights' gradients read, may be late.
+index from where a row belongs to where it came. The first column of tiles also keeps the rows, where weights need them
+for their gradients.
 
-Programs that copy or multiply wait for senders alone, and those have the lower numbers: one resident program a rank is
-enough. The first of the former waits for every arrival before, see Note [Two rotating buffers] in signals.py.
+Chunks and tiles are taken one at a time, see Note [Tickets] in signals.py. Senders have the lower numbers, and never
+wait before all chunks are taken: one resident program a rank is enough.
 
 Rows of slots are read by pointers (Note [Generic proxy]); tiles, their order and their sums are those of
 grouped_matmul.py, so the result has the same bits.
@@ -26,9 +26,10 @@ import triton
 import triton.language as tl
 
 from . import signals
-from .grouped_matmul import group_tiles
+from .grouped_matmul import first_row, group_tile, last_row
+from .matmul import tile_of
 from .moe_exchange import overflows, segment
-from .tiles import cdiv, copy_rows, dealt, inline, to_int64
+from .tiles import cdiv, copy_rows, inline, to_int64
 
 
 @inline
@@ -52,19 +53,18 @@ def push_by_expert(
     places,
     K,
     chunk_rows,
-    programs,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Send stage: chunks in turn, own rows last, but a chunk goes to all owners before the next goes to any. Flag c is
-    chunk c of a segment."""
-    pid = tl.program_id(0)
+    """Send chunks until all are taken, own rows last, but a chunk goes to all owners before the next goes to any.
+
+    Flag c is chunk c of a segment.
+    """
     world: tl.constexpr = peers.world_size
-    if pid == 0:
-        signals.arrive(peers)
-    for turn in range(dealt(pid, most_chunks(begins, chunk_rows, world) * world, programs)):
-        item = pid + turn * programs
-        chunk, dst = item // world, (signals.rank_of(peers) + 1 + item % world) % world
+    pieces = most_chunks(begins, chunk_rows, world) * world
+    piece = signals.take(peers, signals.PUSH)
+    while piece < pieces:
+        chunk, dst = piece // world, (signals.rank_of(peers) + 1 + piece % world) % world
         begin, count = segment(begins, dst)
         if chunk * chunk_rows < count:
             out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
@@ -76,42 +76,12 @@ def push_by_expert(
                 rows = tl.load(index + begin + at, mask=inside, other=0).to(tl.int64)
                 copy_rows(x, rows, stride_xm, stride_xk, out, at.to(tl.int64), K, inside, K, BLOCK_K)
             signals.publish(peers, dst, chunk)
+        piece = signals.take(peers, signals.PUSH)
 
 
 @inline
-def keep_rows(
-    peers,
-    pushed,  # this rank's slot
-    sources,
-    arrivals,
-    rows,
-    K,
-    chunk_rows,
-    start,
-    programs,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Copy every `programs`-th chunk of the sources from `start` on to where its rows belong, as they are sent."""
-    world: tl.constexpr = peers.world_size
-    for turn in range(dealt(start, most_chunks(sources, chunk_rows, world) * world, programs)):
-        item = start + turn * programs
-        chunk, src = item // world, (signals.rank_of(peers) - 1 - item % world + world) % world
-        begin, count = segment(sources, src)
-        if chunk * chunk_rows < count:
-            signals.wait(peers, src, chunk)
-            last = tl.minimum((chunk + 1) * chunk_rows, count)
-            for first in range(chunk * chunk_rows, last, BLOCK_M):
-                at = first + tl.arange(0, BLOCK_M)
-                inside = at < last
-                to = tl.load(arrivals + begin + at, mask=inside, other=0).to(tl.int64)
-                copy_rows(pushed, (begin + at).to(tl.int64), to_int64(K), 1, rows, to, K, inside, K, BLOCK_K)
-
-
-@inline
-def wait_expert(peers, arrivals, expert):
-    """`ready` of grouped_matmul.py: wait for the chunks of every source that hold rows of this expert."""
-    blocks, E, chunk_rows = arrivals
+def wait_expert(peers, blocks, E, chunk_rows, expert):
+    """Wait for the chunks of every source that hold rows of this expert."""
     world: tl.constexpr = peers.world_size
     for step in range(1, world + 1):
         src = (signals.rank_of(peers) - step + world) % world
@@ -122,7 +92,7 @@ def wait_expert(peers, arrivals, expert):
             signals.wait_chunks(peers, src, first // chunk_rows, cdiv(last, chunk_rows))
 
 
-@triton.jit(do_not_specialize=["max_rows", "chunk_rows", "send_programs", "copy_programs"])
+@triton.jit(do_not_specialize=["max_rows", "chunk_rows", "send_programs"])
 def moe_dispatch_matmul_kernel(
     peers,
     x,
@@ -131,14 +101,12 @@ def moe_dispatch_matmul_kernel(
     index,  # int32, row of x for each row that this rank sends, by (expert, choice)
     begins,  # int32 [W + 1], which of those go to each owner
     places,  # int32 [W], where this rank's rows begin in each owner's slot
-    sources,  # int32 [W + 1], which rows of this rank's slot are of each source
-    blocks,  # int32 [W * E + 1], and of each source which are of each expert
-    arrivals,  # int32 [max_rows], where each row of the slot belongs
+    blocks,  # int32 [W * E + 1], which rows of this rank's slot are of each source and expert
     origins,  # int32 [max_rows], where in the slot each row came
     offsets,  # int32 [E + 1], which rows are of each expert
     totals,  # int32 [W], rows of each owner
     max_rows,
-    rows,  # contiguous
+    rows,  # contiguous, or None if they are not wanted
     w,  # a pointer, or with TMA a descriptor, as w2
     w2,  # of w's strides: gate and up; None of a plain matmul
     strides,  # (stride_we, stride_wn, stride_wk)
@@ -150,7 +118,6 @@ def moe_dispatch_matmul_kernel(
     K,
     chunk_rows,
     send_programs,
-    copy_programs,
     COPY_M: tl.constexpr,
     COPY_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -168,26 +135,44 @@ def moe_dispatch_matmul_kernel(
         return
     if overflows(peers, totals, max_rows):
         return
+    if tl.program_id(0) == 0:
+        signals.arrive(peers)
     if tl.program_id(0) < send_programs:
-        push_by_expert(
-            peers, x, stride_xm, stride_xk, index, begins, places, K, chunk_rows, send_programs, COPY_M, COPY_K
-        )  # fmt: skip
-    else:
-        start = tl.program_id(0) - send_programs
-        pushed = signals.slot(peers, signals.rank_of(peers)).to(tl.pointer_type(x.dtype.element_ty))
-        pushed = tl.multiple_of(pushed, 16)
-        if start == 0:
-            signals.wait_all_arrivals(peers)
-        if start < copy_programs:
-            keep_rows(
-                peers, pushed, sources, arrivals, rows, K, chunk_rows, start, copy_programs, COPY_M, COPY_K
+        push_by_expert(peers, x, stride_xm, stride_xk, index, begins, places, K, chunk_rows, COPY_M, COPY_K)
+    pushed = signals.slot(peers, signals.rank_of(peers)).to(tl.pointer_type(x.dtype.element_ty))
+    pushed = tl.multiple_of(pushed, 16)
+    stride_we, stride_wn, stride_wk = strides
+    num_cols = cdiv(N, BLOCK_N)
+    if rows is not None:
+        num_cols = tl.maximum(num_cols, 1)
+    kept = cdiv(cdiv(K, num_cols), BLOCK_K) * BLOCK_K
+    done = tl.full((), 0, tl.int32)  # tiles of the experts before
+    end = first_row(offsets, max_rows)
+    ticket = signals.take(peers, signals.TILE)
+    for expert in range(E):
+        begin = end
+        end = last_row(offsets, expert, begin, max_rows)
+        num_rows = cdiv(end - begin, BLOCK_M)
+        if ticket < done + num_rows * num_cols:
+            wait_expert(peers, blocks, E, chunk_rows, expert)
+        while ticket < done + num_rows * num_cols:
+            row, col = tile_of(ticket - done, num_rows, num_cols, BLOCK_M, BLOCK_N, GROUP)
+            if rows is not None:
+                first = col // BLOCK_N * kept
+                if first < K:
+                    at = begin + row + tl.arange(0, BLOCK_M)
+                    came = tl.load(origins + at, mask=at < end, other=0).to(tl.int64)
+                    copy_rows(
+                        pushed + first, came, to_int64(K), 1, rows + first, at.to(tl.int64), K, at < end,
+                        tl.minimum(kept, K - first), BLOCK_K,
+                    )  # fmt: skip
+            group_tile(
+                origins, pushed, w, None, w2, (K, 1, stride_we, stride_wn, stride_wk), None, y, gate_out, up_out,
+                expert, begin + row, end, col, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HALVES, ACT, PRECISION, TMA,
+                False, ACROSS,
             )  # fmt: skip
-        else:
-            stride_we, stride_wn, stride_wk = strides
-            group_tiles(
-                wait_expert, peers, (blocks, E, chunk_rows), origins, pushed, w, None, w2,
-                (K, 1, stride_we, stride_wn, stride_wk), None, y, gate_out, up_out, offsets, E, max_rows, N, K,
-                start - copy_programs, tl.num_programs(0) - send_programs - copy_programs, BLOCK_M, BLOCK_N,
-                BLOCK_K, GROUP, EVEN_K, HALVES, ACT, PRECISION, TMA, False, ACROSS,
-            )  # fmt: skip
+            ticket = signals.take(peers, signals.TILE)
+        done += num_rows * num_cols
+    if tl.program_id(0) == 0:
+        signals.wait_all_arrivals(peers)
     signals.leave(peers)

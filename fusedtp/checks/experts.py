@@ -190,7 +190,8 @@ def plan_exchange(
             view, rank, x, order // TOP_K, matrices, offsets, layout, at, signature, "silu" if gated(call) else "",
             gated(call), config, "ieee", machine,
         )  # fmt: skip
-        return planned, dict(zip(("rows", "y", "gate", "up"), outs, strict=False))
+        found = zip(("rows", "y", "gate", "up"), outs, strict=False)
+        return planned, {name: out for name, out in found if out is not None}
     if call.operation == "moe_matmul_combine":
         config = replace(config, part_tiles=-(-row_width(call) // (2 * call.tile)))  # two parts
         factors = None if call.keep else given.weights[rank]

@@ -296,24 +296,6 @@ def reach_law(draw: Draw) -> None:
     assert dg.isfinite().all() and du.isfinite().all()
 
 
-def ready_law(draw: Draw) -> None:
-    """A program asks for an expert's rows once, before its first tile of them, and for none of which it has no tile."""
-    from tests.ops.late_rows import late_rows_kernel
-
-    source, w, programs = draw.rows(16), draw.weights(draw.n, 16), 3
-    x, asked = torch.full_like(source, NAN), torch.zeros(programs, 64, dtype=torch.int32, device=draw.device)
-    y = torch.full((len(source), draw.n), NAN, dtype=draw.dtype, device=draw.device)
-    strides, sizes = (*x.stride(), *w.stride()), (len(draw.sizes), len(source), draw.n)
-    late_rows_kernel[(programs,)](source, x, w, strides, y, draw.offsets, asked, *sizes)
-    check("y", y[: draw.used], wanted_matmul(draw, source, w))
-    want, tile = torch.zeros(programs, 64, dtype=torch.int32), 0
-    for e, size in enumerate(draw.sizes):
-        for _ in range(-(-size // 16) * -(-draw.n // 16)):
-            want[tile % programs, e] = 1
-            tile += 1
-    assert torch.equal(asked.cpu(), want), asked
-
-
 def main_grad_law(draw: Draw) -> None:
     """Weights with a main_grad: the fp32 sum of each product of integers, of which no 16 bits hold."""
     x, gate, up = saturated(draw)

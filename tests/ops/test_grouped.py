@@ -147,11 +147,6 @@ def test_rows_that_are_used_twice(engine):
 
 
 @triton
-def test_a_program_asks_for_the_rows_of_an_expert_before_its_first_tile():
-    interpreted(laws.ready_law, Draw(FP32, (20, 0, 5, 40), 24, 16, 2, "plain", "triton"))
-
-
-@triton
 def test_offsets_that_leave_the_rows_reach_no_memory_outside():
     interpreted(laws.reach_law, Draw(FP32, (7, 9, 4), 6, 5, 0, "plain", "triton"))
 

@@ -191,8 +191,9 @@ class _MatmulCombine(Function):
         dh = dexperts = dweights = rows = None
         dout = dout.contiguous()
         if need_h or need_weights:
+            keep_rows = ctx.needs_input_grad[3]
             rows, _, dh = OPERATIONS["moe_dispatch_matmul"](
-                at.spec, dout, None, [experts.mT], offsets, "", False, *plan, at.max_rows
+                at.spec, dout, None, [experts.mT], offsets, "", False, keep_rows, *plan, at.max_rows
             )
             dh, dots = weigh_rows(dh, row_weights, h if need_weights else None, offsets)
             dweights = _of_choices(dots, ctx.weights_dtype, plan, at) if dots is not None else None

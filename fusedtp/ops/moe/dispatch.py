@@ -69,6 +69,8 @@ from .plan import (
     without_dropped,
 )
 
+CHUNK = 64  # rows of a flag, at most; predicted times grow with more, as the first expert starts later, and with fewer
+
 
 def moe_dispatch(
     x: Tensor,
@@ -232,7 +234,7 @@ def dispatch_with_matmul(
         if needs_grad(x, *matrices):
             y, row_weights = _DispatchMatmul.apply(at, act, main_grads, x, scalars, offsets, *plan, *matrices)
         else:
-            _, row_weights, y = matmul_op(at.spec, x, scalars, matrices, offsets, act, False, *plan, at.max_rows)
+            _, row_weights, y = matmul_op(at.spec, x, scalars, matrices, offsets, act, False, False, *plan, at.max_rows)
     return y, offsets, MoEHandle(weights, row_weights, plan, at, offsets)
 
 
@@ -252,10 +254,10 @@ class _DispatchMatmul(Function):
         *matrices: Tensor,
     ) -> tuple[Tensor, Tensor]:
         plan = table, orders, index
-        rows, row_weights, y, *products = matmul_op(
-            at.spec, x, weights, list(matrices), offsets, act, act != "", *plan, at.max_rows
-        )
         need_x, need_matrices = ctx.needs_input_grad[3], any(ctx.needs_input_grad[9:])
+        rows, row_weights, y, *products = matmul_op(
+            at.spec, x, weights, list(matrices), offsets, act, act != "", need_matrices, *plan, at.max_rows
+        )
         # what no gradient reads is neither kept nor guarded against changes
         ctx.save_for_backward(rows if need_matrices else None, offsets, *plan, *products, *(matrices if need_x else ()))
         ctx.at, ctx.act, ctx.main_grads, ctx.products, ctx.kept = at, act, main_grads, len(products), None
@@ -397,21 +399,22 @@ def _then_matmul(move: Callable[..., Moved]) -> Callable[..., list[Tensor]]:
 
     def engine(
         call: Call, x: Tensor, scalars: Tensor | None, matrices: Sequence[Tensor], offsets: Tensor, act: str,
-        keep: bool, table: Tensor, orders: Tensor, index: Tensor, max_rows: int,
+        keep: bool, keep_rows: bool, table: Tensor, orders: Tensor, index: Tensor, max_rows: int,
     ) -> list[Tensor]:  # fmt: skip
         at, plan = Exchange.of(call.spec, max_rows), RoutingPlan(table, orders, index)
         rows, of_rows = move(call, x, scalars, plan, at)
+        kept = rows if keep_rows else rows.new_empty(0, rows.shape[1])
         if act:
             gate, up = matrices
-            return [rows, of_rows, *gated_engine(at.local_engine, rows, gate, up, offsets, act, keep)]
-        return [rows, of_rows, matmul_engine(at.local_engine, [rows], matrices, offsets, None)]
+            return [kept, of_rows, *gated_engine(at.local_engine, rows, gate, up, offsets, act, keep)]
+        return [kept, of_rows, matmul_engine(at.local_engine, [rows], matrices, offsets, None)]
 
     return engine
 
 
 def triton_matmul(
     call: Call, x: Tensor, scalars: Tensor | None, matrices: Sequence[Tensor], offsets: Tensor, act: str, keep: bool,
-    table: Tensor, orders: Tensor, index: Tensor, max_rows: int,
+    keep_rows: bool, table: Tensor, orders: Tensor, index: Tensor, max_rows: int,
 ) -> list[Tensor]:  # fmt: skip
     """One launch: an expert's tiles start when its rows have come. The scalars travel in a launch of their own."""
     at, plan = Exchange.of(call.spec, max_rows), RoutingPlan(table, orders, index)
@@ -425,7 +428,7 @@ def triton_matmul(
             check(view, call.slot_bytes, x, matrices)
             launch = prepare_dispatch_matmul(view, x, matrices, at, act, keep, None, precision, machine_for(view, x))
             call.launches[key] = launch
-        outs = matmul_outputs(x, matrices, at, keep)
+        outs = matmul_outputs(x, matrices, at, keep, keep_rows)
         tokens = orders[at.choices_of(at.rank)] // at.top_k
         packed = unpacked(index, at)
         launch.run(
@@ -434,8 +437,8 @@ def triton_matmul(
             None,
             dispatch_matmul_pointers(launch, call.peers(view), x, tokens, matrices, offsets, packed, outs),
         )
-    rows, *products = outs
     of_rows = x.new_empty(0) if scalars is None else _scalars_of_rows(call, scalars, plan, at)
+    rows, *products = [x.new_empty(0, x.shape[1]) if out is None else out for out in outs]
     return [rows, of_rows, *products]
 
 
@@ -448,10 +451,11 @@ def _fake(
 
 def _fake_matmul(
     spec: Spec, x: Tensor, scalars: Tensor | None, matrices: Sequence[Tensor], offsets: Tensor, act: str, keep: bool,
-    table: Tensor, orders: Tensor, index: Tensor, max_rows: int,
+    keep_rows: bool, table: Tensor, orders: Tensor, index: Tensor, max_rows: int,
 ) -> list[Tensor]:  # fmt: skip
     products = [x.new_empty(max_rows, matrices[0].shape[1]) for _ in range(3 if keep else 1)]
-    return [*_fake(spec, x, scalars, table, orders, index, max_rows), *products]
+    rows, of_rows = _fake(spec, x, scalars, table, orders, index, max_rows)
+    return [rows if keep_rows else rows.new_empty(0, rows.shape[1]), of_rows, *products]
 
 
 # -- what they need of a slot, from the rows of all ranks and the routing ----------------------------------------------
@@ -497,8 +501,8 @@ op = Operation(
 
 matmul_op = Operation(
     "moe_dispatch_matmul",
-    "Tensor x, Tensor? scalars, Tensor[] matrices, Tensor offsets, str act, bool keep, Tensor table, Tensor orders, "
-    "Tensor index, SymInt max_rows",
+    "Tensor x, Tensor? scalars, Tensor[] matrices, Tensor offsets, str act, bool keep, bool keep_rows, Tensor table, "
+    "Tensor orders, Tensor index, SymInt max_rows",
     "Tensor[]",
     fake=_fake_matmul,
     shared=lambda x, scalars, matrices, *_: Shared(x.dtype, x.shape[1], len(matrices), int(scalars is not None)),
@@ -602,7 +606,6 @@ def prepare_dispatch_matmul(
         K=k,
         chunk_rows=config.chunk,
         send_programs=config.send_programs,
-        copy_programs=config.send_programs,
         COPY_M=moved.block_m,
         COPY_K=moved.block_k,
         BLOCK_M=config.block_m,
@@ -614,13 +617,16 @@ def prepare_dispatch_matmul(
         ACT=act,
         PRECISION=precision,
     )
-    return Launch(moe_dispatch_matmul_kernel, 2 * config.send_programs + config.other_programs, args, config)
+    return Launch(moe_dispatch_matmul_kernel, config.send_programs + config.other_programs, args, config)
 
 
-def matmul_outputs(x: Tensor, matrices: Sequence[Tensor], at: Exchange, keep: bool) -> list[Tensor]:
-    """rows, y, and gate's and up's products if `keep`."""
+def matmul_outputs(
+    x: Tensor, matrices: Sequence[Tensor], at: Exchange, keep: bool, keep_rows: bool
+) -> list[Tensor | None]:
+    """The rows if they are kept, else None; y; and gate's and up's products if `keep`."""
     _, n, k = matrices[0].shape
-    return [x.new_empty(at.max_rows, width) for width in (k, n, *[n, n] * keep)]
+    rows = x.new_empty(at.max_rows, k) if keep_rows else None
+    return [rows, *(x.new_empty(at.max_rows, n) for _ in range(3 if keep else 1))]
 
 
 def dispatch_matmul_pointers(
@@ -631,14 +637,15 @@ def dispatch_matmul_pointers(
     matrices: Sequence[Tensor],
     offsets: Tensor,
     index: PackedIndex,
-    outs: Sequence[Tensor],
+    outs: Sequence[Tensor | None],
 ) -> dict[str, Any]:
-    """The arguments that a prepared dispatch with its matmul lacks.
+    """The arguments that a prepared dispatch with its matmul lacks. outs: see `matmul_outputs`.
 
     tokens    int32     the row of x for each row that this rank sends
     offsets   [E + 1]   int32, where the rows of each expert begin
     """
     rows, y, *products = outs
+    assert y is not None
     w, *w2 = grouped_descriptors(launch.config, launch.args, [], matrices)[1] if launch.args["TMA"] else matrices
     return dict(
         peers=peers,
@@ -646,13 +653,11 @@ def dispatch_matmul_pointers(
         index=tokens,
         begins=index.begins,
         places=index.at_owners,
-        sources=index.sources,
         blocks=index.blocks,
-        arrivals=index.arrivals,
         origins=index.origins,
         offsets=offsets.contiguous(),
         totals=index.totals,
-        max_rows=rows.shape[0],
+        max_rows=y.shape[0],
         rows=rows,
         w=w,
         w2=w2[0] if w2 else None,
@@ -665,11 +670,12 @@ def dispatch_matmul_pointers(
 def plan_dispatch_matmul(
     view: Any, rank: int, x: Tensor, tokens: Tensor, matrices: Sequence[Tensor], offsets: Tensor, index: PackedIndex,
     at: Exchange, sig: int, act: str, keep: bool, config: Config | None, precision: str, machine: Machine,
-) -> tuple[Launch, list[Tensor]]:  # fmt: skip
-    """The whole launch of a dispatch with its matmul, not yet run, and its outputs: rows, y, products if kept."""
+    keep_rows: bool = True,
+) -> tuple[Launch, list[Tensor | None]]:  # fmt: skip
+    """The whole launch of a dispatch with its matmul, not yet run, and its outputs, see `matmul_outputs`."""
     matrices = of_one_layout(matrices)
     launch = prepare_dispatch_matmul(view, x, matrices, at, act, keep, config, precision, machine)
-    outs = matmul_outputs(x, matrices, at, keep)
+    outs = matmul_outputs(x, matrices, at, keep, keep_rows)
     peers = peers_of(view, rank, at.world_size, sig, machine.clock)
     return launch.given(dispatch_matmul_pointers(launch, peers, x, tokens, matrices, offsets, index, outs)), outs
 
@@ -678,7 +684,7 @@ def moving(machine: Machine, at: Exchange, x: Tensor, flags: int) -> Config:
     """A block of whole cache lines of a few rows; chunks that all ranks agree on: of sizes, top_k and experts alone."""
     senders, others = gather_programs(machine)
     longest = max(at.sizes) * min(at.top_k, at.experts_here)
-    chunk = gather_chunk(longest, flags)
+    chunk = max(min(CHUNK, gather_chunk(longest, flags)), -(-longest // flags))
     if machine.clock == "host":
         return Config(64, 0, 256, send_programs=senders, other_programs=others, chunk=chunk)
     wide, every = 2048 // max(2, x.element_size()), ALL_REGISTERS if machine.clock == "cuda" else 0
@@ -730,11 +736,11 @@ def _matmul_config(
     weights: int,
     keep: bool,
 ) -> Config:
-    """The grouped matmul's own tiles; as many programs copy what came as send, and the others multiply."""
+    """The grouped matmul's own tiles; an eighth of the programs send before they multiply.
+
+    Less deep are those that would spill, by what the lint shows: of two weights in 16 bits on sm_80.
+    """
     tile = group_config(machine, dtype, precision, rows, groups, n, weights, keep)
-    return replace(
-        tile,
-        send_programs=moved.send_programs,
-        other_programs=max(1, moved.other_programs - moved.send_programs),
-        chunk=moved.chunk,
-    )
+    if weights > 1 and dtype.itemsize == 2 and 0 < machine.capability < 90:
+        tile = replace(tile, block_k=tile.block_k // 2)
+    return replace(tile, send_programs=moved.send_programs, other_programs=moved.other_programs, chunk=moved.chunk)

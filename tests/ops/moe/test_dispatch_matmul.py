@@ -148,7 +148,7 @@ def check_op(group, act: str, engine: str) -> None:
     x, weights = torch.ones(len(ids), 4), torch.ones(ids.shape)
     matrices = [torch.ones(2, 3, 4) for _ in range(2 if act else 1)]
     plan = RoutingPlan(table, orders, packed_index(table, places_of(sorted_[group.rank()][1]), at))
-    given = (x, weights, matrices, offsets_of(plan, at), act, bool(act), *plan, at.max_rows, *at.spec)
+    given = (x, weights, matrices, offsets_of(plan, at), act, bool(act), bool(act), *plan, at.max_rows, *at.spec)
     torch.library.opcheck(torch.ops.fusedtp.moe_dispatch_matmul.default, given)
 
 
