@@ -121,6 +121,30 @@ def moe_index_kernel(
             tl.store(offsets + HERE, total)
 
 
+@inline
+def window_of(
+    table,
+    s,
+    owner,
+    low,
+    high,
+    WORLD: tl.constexpr,
+    HERE: tl.constexpr,
+    SOURCES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Of the blocks of source s at an owner, by expert: rows, how many come before low, and how many are below high."""
+    source, expert = tl.arange(0, SOURCES)[:, None], tl.arange(0, EXPERTS)[None, :]
+    rows = table + source * (WORLD * HERE) + owner * HERE + expert
+    counts = tl.load(rows, mask=(source < WORLD) & (expert < HERE), other=0)
+    own = tl.sum(tl.where(source == s, counts, 0), 0)
+    every = tl.sum(counts, 0)
+    begin = tl.cumsum(every, 0) - every + tl.sum(tl.where(source < s, counts, 0), 0)
+    first = tl.minimum(tl.maximum(begin, low), high)
+    taken = tl.minimum(tl.maximum(begin + own, low), high) - first
+    return own, first - begin, taken
+
+
 @triton.jit(do_not_specialize=["low", "high"])
 def moe_window_kernel(
     sizes,  # choices of every rank, a tuple
@@ -152,27 +176,20 @@ def moe_window_kernel(
         s = program // (WORLD * HERE)
         e = program % (WORLD * HERE)
         size, offset = shard(sizes, s, WORLD)
-        source = tl.arange(0, SOURCES)[:, None, None]
-        owner = tl.arange(0, SOURCES)[:, None]
-        expert = tl.arange(0, EXPERTS)[None, :]
-        number = owner * HERE + expert
-        known = (owner < WORLD) & (expert < HERE)
-        rows = table + source * (WORLD * HERE) + number[None, :, :]
-        counts = tl.load(rows, mask=(source < WORLD) & known[None, :, :], other=0)
-        own = tl.sum(tl.where(source == s, counts, 0), 0)
-        every = tl.sum(counts, 0)
-        begin = tl.cumsum(every, 1) - every + tl.sum(tl.where(source < s, counts, 0), 0)
-        first = tl.minimum(tl.maximum(begin, low), high)
-        taken = tl.minimum(tl.maximum(begin + own, low), high) - first
-        before = known & (number < e)
-        here = known & (number == e)
-        old = offset + tl.sum(tl.sum(tl.where(before, own, 0), 1), 0)
-        new = tl.sum(tl.sum(tl.where(before, taken, 0), 1), 0)
-        count = tl.sum(tl.sum(tl.where(here, own, 0), 1), 0)
-        skipped = tl.sum(tl.sum(tl.where(here, first - begin, 0), 1), 0)
-        kept = tl.sum(tl.sum(tl.where(here, taken, 0), 1), 0)
+        own, first, taken = window_of(table, s, e // HERE, low, high, WORLD, HERE, SOURCES, EXPERTS)
+        expert = tl.arange(0, EXPERTS)
+        here = expert == e % HERE
+        count = tl.sum(tl.where(here, own, 0), 0)
+        skipped = tl.sum(tl.where(here, first, 0), 0)
+        kept = tl.sum(tl.where(here, taken, 0), 0)
         tl.store(table_out + program, kept)
         if (s == rank) | (e // HERE == rank):
+            old = offset + tl.sum(tl.where(expert < e % HERE, own, 0), 0)
+            new = tl.sum(tl.where(expert < e % HERE, taken, 0), 0)
+            for p in range(e // HERE):
+                own, first, taken = window_of(table, s, p, low, high, WORLD, HERE, SOURCES, EXPERTS)
+                old += tl.sum(own, 0)
+                new += tl.sum(taken, 0)
             for at in range(0, count, BLOCK):
                 inside = at + lanes < count
                 choice = tl.load(orders + old + at + lanes, mask=inside, other=0)

@@ -72,6 +72,7 @@ OWN = (
     "pack_kernel",
     "unpack_kernel",
 )
+MOST_RANKS = 72  # that NVLink connects
 SIGNALS = ("meet_kernel",)  # have no configuration
 EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel")
 PLANS = ("moe_sort_kernel", "moe_index_kernel", "moe_window_kernel")  # of integers
@@ -375,8 +376,10 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
     if kernel == "moe_index_kernel":
         return plan_index(torch.empty(w, at.num_experts, dtype=torch.int32), index, at)[0]
     if kernel == "moe_window_kernel":
-        table, orders = (torch.empty(shape, dtype=torch.int32) for shape in ((w, at.num_experts), (w * t * at.top_k,)))
-        return plan_window(RoutingPlan(table, orders, index), 1, at)[0]
+        most = at._replace(sizes=(t,) * MOST_RANKS, num_experts=4 * MOST_RANKS)  # a program looks at all of an owner's
+        shapes = (MOST_RANKS, most.num_experts), (MOST_RANKS * t * at.top_k,)
+        table, orders = (torch.empty(shape, dtype=torch.int32) for shape in shapes)
+        return plan_window(RoutingPlan(table, orders, index), 1, most)[0]
     words = unpacked(index, at)
     end = (words, at, 12345, None, machine)
     width = variant.k + variant.widths[0] % VECTOR  # or a width whose alignment the compiler does not know

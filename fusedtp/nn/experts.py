@@ -36,12 +36,12 @@ class Experts(nn.Module):
         gate_proj, up_proj     [E, F, H]  down_proj [E, H, F]; cast to x.dtype
         return                 [T_r, H]
 
-    max_rows       most rows that this rank's experts receive. None: what any routing needs, or what comes where the
-                   host knows it; where kernels run and that is much, two even shares, and more come in rounds
-    recv_capacity  the same as a multiple of an even share, T k / W rows of T tokens on all W ranks
-    on_overflow    what more rows than these two do: "error", or "rounds", which take max_rows at a time. See
-                   fusedtp.moe_rounds
-    used           the RecvUsage of the last call; None: it took no rounds
+    max_rows       most rows that this rank's experts receive
+    recv_capacity  the same as a multiple of an even share, T k / W rows of T tokens on all W ranks; W is any routing
+    on_overflow    what happens to more rows than one of these allows: "error", or "rounds", which take so many at a
+                   time, see fusedtp.moe_rounds. With neither of these there is room for any routing, or where that is
+                   much and kernels run, for two even shares, and more come in rounds
+    used           the RecvUsage of the last call; None if it had no limit, or raises beyond it
     comm_dtype     "" or "fp8": in which form rows travel to their experts, also where all experts are here
     weights_sum    what a token's weights should sum to, checked on CPU; None: any
 

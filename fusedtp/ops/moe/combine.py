@@ -197,7 +197,7 @@ class _MatmulCombine(Function):
             )
             dh, dots = weigh_rows(dh, row_weights, h if need_weights else None, offsets)
             dweights = _of_choices(dots, ctx.weights_dtype, plan, at) if dots is not None else None
-            if ctx.needs_input_grad[3] and not need_experts:  # a weight pass follows
+            if ctx.needs_input_grad[3] and not need_experts and not at.several:  # a weight pass follows
                 ctx.kept = given, given._version, rows
         elif need_experts:
             rows = take_kept(ctx, given)

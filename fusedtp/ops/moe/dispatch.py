@@ -220,10 +220,11 @@ def dispatch_with_matmul(
     """moe_dispatch_matmul, or with act moe_dispatch_gated, by a plan that has been made."""
     if at.comm_dtype:
         rows, offsets, handle = dispatch(x, weights, plan, at)
-        if act:
-            y = grouped_gated(rows, matrices[0], matrices[1], offsets, act=act)
-        else:
-            y = grouped_matmul(rows, matrices[0], offsets)
+        with propagate_errors(place(at.group)):
+            if act:
+                y = grouped_gated(rows, matrices[0], matrices[1], offsets, act=act)
+            else:
+                y = grouped_matmul(rows, matrices[0], offsets)
         return y, offsets, handle
     with propagate_errors(place(at.group)):
         main_grads = main_grads_of(matrices)
@@ -271,7 +272,7 @@ class _DispatchMatmul(Function):
         products, matrices = saved[: ctx.products], saved[ctx.products :]
         need_x, need_matrices = needs[3], needs[9:]
         dx, dws = None, [None] * len(need_matrices)
-        follows = need_x and rows is not None and not any(need_matrices)
+        follows = need_x and rows is not None and not any(need_matrices) and not at.several
         dys = gated_grads(ctx, engine, dy, products, offsets, follows)
         if need_x:
             dx = OPERATIONS["moe_matmul_combine"](

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
 
-from fusedtp.comm import Communicator, Group, Place, alone, communicator, place
+from fusedtp.comm import Communicator, Group, Place, alone, communicator, place, propagate_errors
 from fusedtp.comm.constant import constant_to_compiler
 from fusedtp.comm.device_view import odd, runs_kernels
 from fusedtp.comm.launching import Launch
@@ -34,7 +34,7 @@ from fusedtp.comm.streams import is_capturing
 from .. import engines
 from ..engines import Choice
 from ..launch.config import Config, power_of_two
-from ..operation import Operation, Shared, Spec
+from ..operation import Operation, Shared, Spec, as_autocast
 from ..operation import Plan as Call
 from ..rows import Rows
 from .fp8 import fault
@@ -54,6 +54,7 @@ class Exchange(NamedTuple):
     engine       the one that runs, for the calls of the whole exchange
     bound        the bound that was asked for, the same on all ranks; -1: none was
     comm_dtype   in which form rows travel to their experts, see fp8.py
+    several      it is one of several rounds: no rows are kept from an input pass to a weight pass
     """
 
     group: str
@@ -66,6 +67,7 @@ class Exchange(NamedTuple):
     layer: str = ""
     bound: int = -1
     comm_dtype: str = ""
+    several: bool = False
 
     @classmethod
     def of(cls, spec: Spec, max_rows: int) -> Exchange:
@@ -200,20 +202,22 @@ def make_plan(
 def usual_room(
     group: Group | None, x: Tensor, expert_ids: Tensor, num_experts: int, sizes: Sequence[int] | None, engine: str
 ) -> int | None:
-    """Rows that experts of a layer have room for where nobody says; None: any routing's, or what comes, if known.
+    """Rows that experts of a layer have room for by default: SHARES even shares, T k / W each.
 
-    SHARES even shares, T k / W each, where kernels run, rows are kept for backward, and any routing would need more
-    than SMALL bytes of them. The arguments are those of moe_dispatch.
+    None, for no limit, where any routing takes no more than that or than SMALL bytes, where no rows are kept for
+    backward, where no kernel runs, and where the host cannot wait. The arguments are those of moe_dispatch.
     """
     at = place_of(group, x)
-    if expert_ids.dim() != 2 or _engine_of(at.name, engine, x.dtype) != "triton":
-        return None
-    tokens = x.shape[0] * at.world_size if sizes is None else sum(sizes)
-    top_k, each = expert_ids.shape[1], num_experts // at.world_size
-    most, room = tokens * min(top_k, each), math.ceil(SHARES * tokens * top_k / at.world_size)
-    if room >= most or most * x.shape[-1] * x.element_size() <= SMALL:
-        return None
-    return room if torch.is_grad_enabled() and may_wait() else None
+    with propagate_errors(at):
+        (low,) = as_autocast(at.device_type, x[:0])  # as rows travel
+        if expert_ids.dim() != 2 or _engine_of(at.name, engine, low.dtype) != "triton":
+            return None
+        tokens = x.shape[0] * at.world_size if sizes is None else sum(sizes)
+        top_k, each = expert_ids.shape[1], num_experts // at.world_size
+        most, room = tokens * min(top_k, each), math.ceil(SHARES * tokens * top_k / at.world_size)
+        if room >= most or most * x.shape[-1] * low.element_size() <= SMALL:
+            return None
+        return room if torch.is_grad_enabled() and may_wait() else None
 
 
 def may_wait() -> bool:

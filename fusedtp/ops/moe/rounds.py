@@ -11,9 +11,8 @@ the choices of the round come first; the others come after them, as dropped ones
 in a round are neighbours in the source's order: blocks of consecutive experts, of which the first and the last may be
 cut. So a round's orders are copies of pieces, and no sort (`moe_window_kernel` in kernels/moe_plan.py).
 
-A choice's weight gets its gradient in one round and zeros in the others: the bits of an exchange without a bound. So
-have y and dx where one round has all rows. A token with choices in several rounds is summed round by round, each time
-rounded to its dtype. (A zero may lose its sign.)
+A token with choices in several rounds is summed round by round, each time rounded to its dtype. A choice's weight gets
+its gradient in one round and zeros in the others. (A zero may lose its sign.)
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from fusedtp.comm.device_view import odd
 from fusedtp.comm.launching import Launch
 
 from ..launch.config import Config, power_of_two
+from ..main_grad import main_grad_of
 from ..operation import as_autocast
 from ..pointwise import ACTIVATIONS
 from .combine import moe_combine, moe_matmul_combine
@@ -58,13 +58,14 @@ class Mlp(NamedTuple):
 
     gate, up    [E / W, F, K]  of this rank's experts; gate None: ungated
     down        [E / W, N, F]
-    act         of gate's product by name, see grouped_gated; of up's, if ungated, a function, which is not random
+    act         gated: the name of the activation, see grouped_gated
+                ungated: a function of up's product, which draws no random numbers
     """
 
     gate: Tensor | None
     up: Tensor
     down: Tensor
-    act: str | Callable[[Tensor], Tensor] = "silu"
+    act: str | Callable[[Tensor], Tensor]
 
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -106,15 +107,17 @@ def moe_rounds(
         max_rows     at least 1, the same on all ranks
         return       y [T_r, N], and RecvUsage
 
-    Where all rows fit one round, the result and dx have the bits of moe_dispatch and moe_combine without a bound; else
-    they are sums of the rounds', rounded after each. The weights' gradients have those bits in any case; gradients of
-    what compute uses are the sums of the rounds'. There are as many rounds as the fullest owner needs, the same number
+    Where all rows fit one round, the result and all gradients have the bits of the calls without a bound: moe_dispatch
+    and moe_combine around compute, or with an Mlp moe_dispatch_gated (or moe_dispatch_matmul) and moe_matmul_combine.
+    Else y, dx and the gradients of what compute uses are sums of the rounds', rounded after each, and those of the
+    weights are the rounds'. There are as many rounds as the fullest owner needs, the same number
     on all ranks; on a GPU the host waits once to learn it. Where it cannot, under torch.compile and while a graph is
     captured, there are as many as any routing may need, ceil(T min(k, E / W) / max_rows), and those without rows end
     at once.
 
-    Rounds after the first keep nothing for backward: they are repeated there, so that at most two rounds' rows are held
-    at a time, the first one's and the repeated one's. (Not under torch.compile.)
+    Rounds after the first keep x alone for backward: they are repeated there, so that at most two rounds' rows are held
+    at a time, the first one's and the repeated one's. (Not under torch.compile.) A split backward repeats
+    them in both passes, between which torch holds one gradient of each round, of the rows that combine sends.
     Raises what moe_dispatch raises, but not for too many rows; ValueError for max_rows below 1.
     """
     at = place_of(group, x)
@@ -134,10 +137,14 @@ def moe_rounds(
     most = where.max_recv_rows if found is None else max(found)
     if most <= max_rows:
         return _one_round(x, weights, compute, plan, _fitted(where, found, 0)), usage
-    windows, random = Windows(plan, where), not isinstance(compute, Mlp)
+    windows, random = Windows(plan, where), True
+    if isinstance(compute, Mlp):
+        compute, random = _cast_once(compute, x, comm_dtype), False
+    if torch.is_grad_enabled():
+        x = x.clone()  # backward reads it, and may not depend on whether one round was enough
     y: Any = None
     for i in range(-(-most // max_rows)):
-        here = _fitted(where, found, i)
+        here = _fitted(where, found, i)._replace(several=True)
         given = x, weights, compute, windows.plan(i, here), here
         if i == 0 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             part = _one_round(*given)
@@ -145,6 +152,22 @@ def moe_rounds(
             part = checkpoint(_one_round, *given, use_reentrant=False, preserve_rng_state=random)
         y = part if y is None else y + part
     return y, usage
+
+
+def _cast_once(experts: Mlp, x: Tensor, comm_dtype: str) -> Mlp:
+    """As autocast has them, in all rounds the same; their gradients still go to a main_grad."""
+
+    def cast(w: Tensor | None) -> Tensor | None:
+        if w is None or comm_dtype:
+            return w
+        (low,) = as_autocast(x.device.type, w)
+        if low is not w and main_grad_of(w) is not None:
+            low.main_grad = main_grad_of(w)
+        return low
+
+    gate, up, down = (cast(w) for w in experts[:3])
+    assert up is not None and down is not None
+    return Mlp(gate, up, down, experts.act)
 
 
 def _check_act(at: Place, experts: Mlp) -> None:
@@ -163,18 +186,17 @@ def _one_round(x: Tensor, weights: Tensor, compute: Compute | Mlp, plan: Routing
             y = compute(rows, offsets)
         return moe_combine(y, handle)
     gate, up, down, act = compute
-    if callable(act):
-        hidden, _, handle = dispatch_with_matmul(x, weights, [up], "", plan, at)
-        hidden = act(hidden)
-    else:
-        assert gate is not None
-        hidden, _, handle = dispatch_with_matmul(x, weights, [gate, up], act, plan, at)
-    return moe_matmul_combine(hidden, down, handle)
+    first, gated = ([up], "") if gate is None or callable(act) else ([gate, up], act)
+    hidden, _, handle = dispatch_with_matmul(x, weights, first, gated, plan, at)
+    with propagate_errors(place(at.group)):
+        if callable(act):
+            hidden = act(hidden)
+        return moe_matmul_combine(hidden, down, handle)
 
 
 def _usage(plan: RoutingPlan, at: Exchange) -> RecvUsage:
     if plan.packed.shape[0]:
-        used = unpacked(plan.packed, at).totals[: at.world_size]
+        used = unpacked(plan.packed, at).totals[: at.world_size].clone()  # not a view, which would hold all of it
     else:
         used = plan.table.view(at.world_size, at.world_size, at.experts_here).sum((0, 2), dtype=torch.int32)
     return RecvUsage(at.bound, used, (used.max() + at.bound - 1) // at.bound)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -12,8 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+import fusedtp
 from fusedtp import VirtualWorld
 from fusedtp.comm import communicator
+from fusedtp.nn.experts import Experts
 from fusedtp.ops.moe import Mlp, moe_dispatch_gated, moe_dispatch_matmul, moe_matmul_combine, moe_rounds, rounds
 from fusedtp.ops.moe import plan as plans
 from fusedtp.ops.moe.plan import Exchange
@@ -239,3 +243,117 @@ def test_a_layer_in_rounds_equals_the_dense_formula(engine):
 
 def rounds_taken(group, layer: Layer) -> list[int]:
     return [int(used.rounds) for used in experts_law(group, layer, range(3))]
+
+
+def told(group, fault: str) -> None:
+    """One rank's experts cannot be; the other one hears of it at once, and the group goes on."""
+    wrong, rank = group.rank() == 1, group.rank()
+    x, weights = torch.ones(2, 4), torch.ones(2, 1)
+    ids = torch.tensor([[0], [1]])
+
+    def act(hidden: Tensor) -> Tensor:
+        if wrong and fault == "act":
+            raise KeyError("mine")
+        return hidden.relu()
+
+    def call(**options) -> Tensor:
+        up = torch.ones(1, 5, 3 if wrong and fault == "fp8" else 4)
+        experts = Mlp(None, up, torch.ones(1, 4, 5), act)
+        return moe_rounds(x, ids, weights, 2, group, experts, max_rows=1, **options)[0]
+
+    begin = time.monotonic()
+    with pytest.raises((KeyError, ValueError) if wrong else fusedtp.PeerFailed):
+        if fault == "engine":
+            layer = Experts(4, 5, 2, act="relu", gated=False)
+            own = [None, torch.ones(1, 5, 4), torch.ones(1, 4, 5)]
+            layer.compute(x, ids, weights, 2, own, group, engine="bogus" if wrong else "auto")
+        else:
+            call(comm_dtype="fp8" if fault == "fp8" else "")
+    assert time.monotonic() - begin < 20
+    fault = "none"
+    assert call().shape == (2, 4), rank
+
+
+@pytest.mark.parametrize("fault", ["act", "fp8", "engine"])
+def test_a_fault_of_one_rank_is_told_to_the_others(fault):
+    world(2).run(told, fault)
+
+
+def changed_later(group, max_rows: int) -> None:
+    """x may be changed in place when the experts have seen it, in one round as in several."""
+    x, factor = torch.ones(4, 3), torch.tensor(2.0, requires_grad=True)
+    ids = (torch.arange(4) % 2)[:, None]
+    y, usage = moe_rounds(x * factor, ids, torch.ones(4, 1), 2, group, lambda rows, _: rows.square(), max_rows=max_rows)
+    assert int(usage.rounds) == -(-4 // max_rows)
+    given = x * factor
+    y, _ = moe_rounds(given, ids, torch.ones(4, 1), 2, group, lambda rows, _: 3 * rows, max_rows=max_rows)
+    (given.add_(y)).sum().backward()
+    assert factor.grad.item() == 12 * 4
+
+
+@pytest.mark.parametrize("max_rows", [4, 1])
+def test_x_may_be_changed_afterwards(max_rows):
+    world(2).run(changed_later, max_rows)
+
+
+def held_between_passes(group, max_rows: int) -> int:
+    """How many tensors of hidden rows there are between the passes of a split backward, beside one gradient a round.
+
+    Those gradients are what torch's two passes hand over.
+    """
+    ids = torch.arange(6).remainder(4)[:, None]
+    x = torch.ones(6, 3, requires_grad=True)
+    own = [nn.Parameter(torch.ones(s)) for s in ((2, 7, 3), (2, 3, 7))]
+    experts = Mlp(None, *own, torch.relu)
+    y, usage = moe_rounds(x, ids, torch.ones(6, 1), 4, group, experts, max_rows=max_rows)
+    rounds = int(usage.rounds)
+    assert rounds == -(-8 // max_rows)
+    _dx, groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter(own))
+    gc.collect()
+    found = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.dim() == 2 and t.shape[1] == 7]
+    kept = [node.kept for of in groups for node in of["intermediates"] if getattr(node, "kept", None) is not None]
+    stage_backward_weight(iter(own), groups)
+    return len(found) - rounds + len(kept)
+
+
+def test_a_split_backward_holds_no_more_rows_for_more_rounds():
+    counts = [world(2).run(held_between_passes, rows) for rows in (4, 1)]
+    assert counts[0] == counts[1]
+
+
+def under_autocast(group) -> None:
+    """Weights with a main_grad in fp32, products in bf16: in rounds as without. Integers, which bf16 holds."""
+    rank, g = group.rank(), torch.Generator().manual_seed(0)
+    x = torch.randint(-2, 3, (4, 3), generator=g).float()
+    ids = torch.rand(4, 4, generator=g).argsort(1)[:, :2]
+    found = []
+    for max_rows in (16, 3):
+        own = [torch.ones(2, 4, 3, requires_grad=True), torch.ones(2, 3, 4, requires_grad=True)]
+        for w in own:
+            w.main_grad = torch.zeros_like(w)
+        with torch.autocast("cpu", torch.bfloat16):
+            y, usage = moe_rounds(x, ids, torch.ones(4, 2), 4, group, Mlp(None, *own, torch.relu), max_rows=max_rows)
+        y.sum().backward()
+        assert y.dtype == torch.bfloat16 and all(w.grad is None for w in own)
+        found.append([y.detach(), *(w.main_grad for w in own)])
+    assert int(usage.rounds) > 1
+    for one, several in zip(*found, strict=True):
+        assert_same(f"rank {rank}", several, one)
+
+
+def test_rounds_under_autocast_accumulate_into_main_grads():
+    world(2).run(under_autocast)
+
+
+def test_the_usual_room_counts_bytes_as_rows_travel():
+    """65,536 rows of 512 in fp32 are 128 MiB, and under autocast 64."""
+
+    def room(group) -> int | None:
+        x, ids = torch.empty(16384, 512), torch.zeros(16384, 4, dtype=torch.int64)
+        return plans.usual_room(group, x, ids, 16, None, "triton")
+
+    with patch.object(plans, "_engine_of", lambda group, engine, dtype: engine):
+        assert VirtualWorld(4).run(room) == [2 * 65536] * 4
+        with torch.autocast("cpu", torch.bfloat16):
+            x, ids = torch.empty(4096, 512), torch.zeros(4096, 4, dtype=torch.int64)
+            assert VirtualWorld(4).run(lambda group: plans.usual_room(group, x, ids, 16, None, "triton")) == [32768] * 4
