@@ -1,12 +1,14 @@
-"""python -m fusedtp.bench.timed_exchange: how long dispatch and combine of experts take on a described node.
+"""python -m fusedtp.bench.timed_exchange: how long dispatch and combine of experts take on a described node, and a
+dispatch with the products of gate and up.
 
     --machine h200 --model deepseek-v3 --tokens 128 1024
     --save bench/results/predicted/exchange-h200.json --against before.json
 
-Tokens choose different experts, all with equal chance. Rows are bf16, one for each choice. Bandwidth is what the rank
-that sends most sends over its links, divided by the time of the whole operation, so a link's own rate is the most there
-is. Beside it stands what UCCL-EP's authors measured on eight H200, 320 GB/s in a dispatch and 319 in a combine: other
-kernels, by which a token travels once to a rank of which it chose several experts. See docs/timed-schedule.md.
+Tokens choose different experts, all with equal chance; of a dispatch with products, "gated", all experts get equally
+many rows. Rows are bf16, one for each choice. Bandwidth is what the rank that sends most sends over its links, divided
+by the time of the whole operation, so a link's own rate is the most there is. Beside it stands what UCCL-EP's authors
+measured on eight H200, 320 GB/s in a dispatch and 319 in a combine: other kernels, by which a token travels once to a
+rank of which it chose several experts. See docs/timed-schedule.md.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from rich.table import Table
 
 from fusedtp.checks.dense import launched
 from fusedtp.ops.moe.combine import combine_bytes, plan_combine
-from fusedtp.ops.moe.dispatch import dispatch_bytes, plan_dispatch
+from fusedtp.ops.moe.dispatch import dispatch_bytes, dispatch_matmul_bytes, plan_dispatch, plan_dispatch_matmul
 from fusedtp.ops.moe.plan import Exchange, packed_index, places_of, sort_choices, unpacked
 from fusedtp.sim.case import Run, Work
 from fusedtp.sim.timed import Engine, Node, load_node
@@ -35,23 +37,27 @@ from . import machine
 from .shapes import EXPERTS, Experts
 from .timed import SIGNATURE, EmptyWorld, machine_of
 
-OPERATIONS = ("dispatch", "combine")
 # GB/s on eight H200: uccl-project/uccl on GitHub, ep/README.md
 UCCL_EP = {"dispatch": 320, "combine": 319}
 DTYPE = torch.bfloat16
 
 
 def exchange_run(operation: str, model: Experts, tokens: int, world_size: int, node: Node) -> Run:
-    """One dispatch, or combine, on every rank, of `tokens` on each, on a fresh workspace."""
+    """One operation on every rank, of `tokens` on each, on a fresh workspace."""
     generator, gpu = torch.Generator().manual_seed(0), machine_of(node)
     sizes, k, hidden = (tokens,) * world_size, model.top_k, model.hidden
     ids = torch.rand(tokens * world_size, model.experts, generator=generator).argsort(1)[:, :k]
+    if operation == "gated":
+        ids = torch.arange(ids.numel()).view(ids.shape) % model.experts
     sorted_ = [sort_choices(part, model.experts) for part in ids.to(torch.int32).split(tokens)]
     table = torch.stack([counts for counts, _order in sorted_])
     shared = Exchange("", 0, sizes, model.experts, k, 0, "triton")
     shared = shared._replace(max_rows=shared.max_recv_rows)
     if operation == "dispatch":
         nbytes = dispatch_bytes(shared, k, hidden, DTYPE)
+    elif operation == "gated":
+        shared = shared._replace(max_rows=tokens * k, bound=tokens * k)
+        nbytes = dispatch_matmul_bytes(shared, hidden, DTYPE)
     else:
         nbytes = combine_bytes(tokens, k, hidden, DTYPE)
     world = EmptyWorld(world_size, nbytes)
@@ -59,8 +65,15 @@ def exchange_run(operation: str, model: Experts, tokens: int, world_size: int, n
     work: list[list[Work]] = []
     for rank in range(world_size):
         at, places = shared._replace(rank=rank), places_of(orders[rank])
-        end = unpacked(packed_index(table, places, at), at), at, SIGNATURE, None, gpu
-        if operation == "dispatch":
+        words = unpacked(packed_index(table, places, at), at)
+        end = words, at, SIGNATURE, None, gpu
+        if operation == "gated":
+            pair = [torch.empty(at.experts_here, model.intermediate, hidden, dtype=DTYPE) for _ in range(2)]
+            planned, _ = plan_dispatch_matmul(
+                world.view(rank), rank, torch.empty(tokens, hidden, dtype=DTYPE), orders[rank] // k, pair,
+                words.offsets, words, at, SIGNATURE, "silu", True, None, "ieee", gpu,
+            )  # fmt: skip
+        elif operation == "dispatch":
             x = torch.empty(tokens, hidden, dtype=DTYPE)
             planned, _ = plan_dispatch(world.view(rank), rank, x, k, torch.cat(orders), *end)
         else:
@@ -92,6 +105,7 @@ class Options:
     model: Literal["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"] = "deepseek-v3"
     tokens: list[int] = field(default_factory=lambda: [128, 1024])
     """Of each rank; multiples of 8, since the engine does not know masks that are made of data."""
+    operations: list[Literal["dispatch", "combine", "gated"]] = field(default_factory=lambda: ["dispatch", "combine"])
     ranks: int = 8
     save: Path | None = None
     """Write the table to this file."""
@@ -127,14 +141,14 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("operation", "tokens a rank", "MB sent", *was, "us", "GB/s", "UCCL-EP on H200"):
         table.add_column(name, justify="left" if name == "operation" else "right")
     rows: dict[str, dict[str, float]] = {}
-    every = [(operation, tokens) for tokens in options.tokens for operation in OPERATIONS]
+    every = [(operation, tokens) for tokens in options.tokens for operation in options.operations]
     for operation, tokens in track(every, "simulated", console=console, transient=True):
         key, row = f"{operation} {tokens}", measured(operation, model, tokens, options.ranks, node)
         rows[key] = row
         was = [f"{before[key]['us']:.0f}" if key in before else ""] if before else []
         table.add_row(
             operation, str(tokens), f"{row['MB']:.1f}", *was, f"{row['us']:.0f}", f"{row['GB/s']:.0f}",
-            str(UCCL_EP[operation]),
+            str(UCCL_EP.get(operation, "")),
         )  # fmt: skip
     console.print(table)
     if options.save is not None:

@@ -9,18 +9,18 @@ or, of a gated MLP's two gradients on their way back, of (h[row] @ w[e].T + h2[r
 A tile's epilogue stores each row where it belongs: in the slot of the rank whose token it is, where the choice stands
 in that rank's order. The first part of all columns comes before the second. For a token's choices are spread over all
 experts and owners: by rows no sum could begin before nearly all are done; by columns a quarter of every sum can begin
-after a quarter of the products. One rank, time to the right:
+after a quarter of the products. All programs do both, as the tickets come (Note [Tickets] in signals.py):
 
-    send       part 0 of experts 0, 1, 2, ...      part 1 of experts 0, 1, 2, ...      ...
-    sum                                            waits for part 0 of all, sums it    waits for part 1 ...
+    products of part 0 | of part 1 | sums of part 0 | products of part 2 | sums of part 1 | ... | sums of the last part
 
-Programs 0 .. S-1 multiply and send, and never wait; the others sum: one resident program a rank is enough. Flag p of a
-rank is part p of all that it sends: Note [One flag of many programs] in signals.py.
+So who sums a part finds it there: it has been sent while the next one was multiplied. A program counts its tiles out of
+a part when it has stored all of them, before it waits for anything; flag p of a rank is part p of all that it sends,
+Note [One flag of many programs] in signals.py. The products that a wait is for are taken before that wait: one resident
+program a rank is enough.
 
 Tiles and sums are those of the two kernels one after another, and the product is rounded to its dtype before it
 travels: so the results are the same bits.
 
-Programs that sum stand beside the matmul, and take processors from it. Its time on a GPU is not known yet.
 Source: the cut by columns is COMET's, Zhang et al. 2025 (arXiv 2502.19811), section 3.1.
 """
 
@@ -30,7 +30,7 @@ import triton.language as tl
 from . import signals
 from .grouped_matmul import first_row, last_row, sum_tile
 from .moe_exchange import overflows, sum_choices
-from .tiles import cdiv, dealt, halves, inline, narrow
+from .tiles import cdiv, halves, inline, narrow
 
 
 @inline
@@ -49,70 +49,18 @@ def send_tile(home, acc, inside, cols, N, ELEMENT: tl.constexpr):
 
 
 @inline
-def multiply_and_send(
-    peers,
-    x,
-    w,
-    x2,
-    w2,
-    strides,
-    offsets,
-    to,
-    at,
-    E,
-    R,
-    N,
-    K,
-    part_tiles,
-    programs,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    HALVES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    X_TMA: tl.constexpr,
-    ACROSS: tl.constexpr,
-    ELEMENT: tl.constexpr,
-):
-    """Send stage: every `programs`-th tile, part by part, expert by expert."""
-    start = tl.program_id(0)
-    if start == 0:
-        signals.arrive(peers)
-    num_cols = cdiv(N, BLOCK_N)
-    for part in range(cdiv(num_cols, part_tiles)):
-        first_col = part * part_tiles
-        width = tl.minimum(part_tiles, num_cols - first_col)
-        end = first_row(offsets, R)
-        for expert in range(E):
-            begin = end
-            end = last_row(offsets, expert, begin, R)
-            blocks = cdiv(end - begin, BLOCK_M)
-            for _ in range(dealt(start, blocks * width, programs)):
-                row = begin + start // width * BLOCK_M
-                col = (first_col + start % width) * BLOCK_N
-                rows = row + tl.arange(0, BLOCK_M)
-                inside = rows < end
-                acc = sum_tile(
-                    x, w, x2, w2, strides, expert, row, rows, inside, col, N, K, BLOCK_N, BLOCK_K, EVEN_K, PRECISION,
-                    TMA, X_TMA, ACROSS,
-                )  # fmt: skip
-                home = row_addresses(peers, to, at, rows, inside, N, ELEMENT)
-                if HALVES:
-                    left, right = halves(acc)
-                    half = col + tl.arange(0, BLOCK_N // 2)
-                    send_tile(home, left, inside, half, N, ELEMENT)
-                    send_tile(home, right, inside, half + BLOCK_N // 2, N, ELEMENT)
-                else:
-                    send_tile(home, acc, inside, col + tl.arange(0, BLOCK_N), N, ELEMENT)
-                start += programs
-            start -= blocks * width
-        if signals.complete(peers, 0, part, programs):
-            signals.publish_to_all(peers, part)
+def all_blocks(offsets, E, R, BLOCK_M: tl.constexpr):
+    """Rows of tiles that all experts have."""
+    blocks = tl.full((), 0, tl.int32)
+    end = first_row(offsets, R)
+    for expert in range(E):
+        begin = end
+        end = last_row(offsets, expert, begin, R)
+        blocks += cdiv(end - begin, BLOCK_M)
+    return blocks
 
 
-@triton.jit(do_not_specialize=["max_rows", "part_tiles", "send_programs"])
+@triton.jit(do_not_specialize=["max_rows", "part_tiles", "pieces"])
 def moe_matmul_combine_kernel(
     peers,
     x,  # pointers, or TMA descriptors: see Note [Groups by TMA] in grouped_matmul.py
@@ -135,7 +83,7 @@ def moe_matmul_combine_kernel(
     N,
     K,
     part_tiles,  # of the columns
-    send_programs,
+    pieces,  # of a part's sums, each of every so manieth block of tokens
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -154,25 +102,61 @@ def moe_matmul_combine_kernel(
         return
     world: tl.constexpr = peers.world_size
     element: tl.constexpr = out.dtype.element_ty
-    if tl.program_id(0) < send_programs:
-        multiply_and_send(
-            peers, x, w, x2, w2, strides, offsets, to, at, E, R, N, K, part_tiles, send_programs,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HALVES, PRECISION, TMA, X_TMA, ACROSS, element,
-        )  # fmt: skip
-    else:
-        rank = signals.rank_of(peers)
-        arrived = tl.load(begins + world)
-        pushed = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
-        start, programs = tl.program_id(0) - send_programs, tl.num_programs(0) - send_programs
-        num_cols = cdiv(N, BLOCK_N)
-        for part in range(cdiv(num_cols, part_tiles)):
-            signals.wait_chunk_of_all(peers, part)
-            first_col = part * part_tiles * BLOCK_N
-            last_col = tl.minimum(first_col + part_tiles * BLOCK_N, N)
-            sum_choices(
-                pushed, arrived, choices, weights, out, T, N, first_col, last_col, start, programs, TOP_K, PART_M,
-                BLOCK_N,
-            )  # fmt: skip
-        if start == 0:
-            signals.wait_all_arrivals(peers)
+    rank = signals.rank_of(peers)
+    num_cols = cdiv(N, BLOCK_N)
+    parts = cdiv(num_cols, part_tiles)
+    blocks = all_blocks(offsets, E, R, BLOCK_M)
+    if tl.program_id(0) == 0:
+        signals.arrive(peers)
+        if blocks == 0:
+            for part in range(parts):
+                signals.publish_to_all(peers, part)
+    done = tl.full((), 0, tl.int32)  # tickets of what comes before
+    ticket = signals.take(peers, signals.TILE)
+    for part in range(parts + 1):
+        first_col = part * part_tiles
+        width = tl.maximum(tl.minimum(part_tiles, num_cols - first_col), 0)
+        mine = tl.full((), 0, tl.int32)
+        end = first_row(offsets, R)
+        for expert in range(E):
+            begin = end
+            end = last_row(offsets, expert, begin, R)
+            tiles = cdiv(end - begin, BLOCK_M) * width
+            while ticket < done + tiles:
+                row = begin + (ticket - done) // width * BLOCK_M
+                col = (first_col + (ticket - done) % width) * BLOCK_N
+                rows = row + tl.arange(0, BLOCK_M)
+                inside = rows < end
+                acc = sum_tile(
+                    x, w, x2, w2, strides, expert, row, rows, inside, col, N, K, BLOCK_N, BLOCK_K, EVEN_K, PRECISION,
+                    TMA, X_TMA, ACROSS,
+                )  # fmt: skip
+                home = row_addresses(peers, to, at, rows, inside, N, element)
+                if HALVES:
+                    left, right = halves(acc)
+                    half = col + tl.arange(0, BLOCK_N // 2)
+                    send_tile(home, left, inside, half, N, element)
+                    send_tile(home, right, inside, half + BLOCK_N // 2, N, element)
+                else:
+                    send_tile(home, acc, inside, col + tl.arange(0, BLOCK_N), N, element)
+                mine += 1
+                ticket = signals.take(peers, signals.TILE)
+            done += tiles
+        if mine > 0:
+            if signals.complete(peers, 0, part, blocks * width, mine):
+                signals.publish_to_all(peers, part)
+        if part > 0:
+            while ticket < done + pieces:
+                signals.wait_chunk_of_all(peers, part - 1)
+                last_col = tl.minimum(first_col * BLOCK_N, N)
+                arrived = tl.load(begins + world)
+                pushed = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
+                sum_choices(
+                    pushed, arrived, choices, weights, out, T, N, (first_col - part_tiles) * BLOCK_N, last_col,
+                    ticket - done, pieces, TOP_K, PART_M, BLOCK_N,
+                )  # fmt: skip
+                ticket = signals.take(peers, signals.TILE)
+            done += pieces
+    if tl.program_id(0) == 0:
+        signals.wait_all_arrivals(peers)
     signals.leave(peers)

@@ -609,6 +609,7 @@ def prepare_matmul_combine(
     config = config or matmul_combine_config(machine, hs[0].dtype, precision, at, n, len(hs))
     config, taken = group_tiles(config, machine, hs, experts)
     assert -(-n // (config.block_n * config.part_tiles)) <= MOST_PARTS, config
+    tokens = min(config.block_m, max(1, config.part * config.num_warps // config.block_n))  # that are summed at once
     args = taken | dict(
         strides=(*hs[0].stride(), *experts[0].stride()),
         E=e,
@@ -616,17 +617,17 @@ def prepare_matmul_combine(
         N=n,
         K=k,
         part_tiles=config.part_tiles,
-        send_programs=config.send_programs,
+        pieces=min(2 * config.programs, -(-at.tokens // tokens)),
         TOP_K=at.top_k,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        PART_M=min(config.block_m, max(1, config.part * config.num_warps // config.block_n)),
+        PART_M=tokens,
         EVEN_K=k % config.block_k == 0,
         HALVES=config.halves,
         PRECISION=precision,
     )
-    return Launch(moe_matmul_combine_kernel, config.send_programs + config.other_programs, args, config)
+    return Launch(moe_matmul_combine_kernel, config.programs, args, config)
 
 
 def matmul_combine_pointers(
@@ -684,14 +685,11 @@ def matmul_combine_config(
 ) -> Config:
     """The tiles of the grouped matmul; the parts depend on what all ranks share alone.
 
-    An eighth of the machine sums beside the others, which multiply. The sum of two products would spill in the widest
-    tile, by what the lint shows.
+    The sum of two products would spill in the widest tile, by what the lint shows.
     """
     config = group_config(machine, dtype, precision, at.max_rows, at.experts_here, n)
     if products > 1:
         widest = NARROW // 2 if 0 < machine.capability < 90 else NARROW
         config = replace(config, block_n=min(config.block_n, widest))
     part = max(1, -(-n // (PARTS * config.block_n)))
-    reducers = max(1, machine.programs // 8)
-    senders = max(1, machine.programs - reducers)
-    return replace(config, part_tiles=part, send_programs=senders, other_programs=reducers)
+    return replace(config, part_tiles=part, send_programs=machine.programs, other_programs=0)
