@@ -11,7 +11,8 @@ e.g. 0a is a chunk of rows of expert 0:
 
 A segment is in the order of experts, and the first chunk goes to all owners before the second goes to any: so at an
 owner expert 0 is complete long before the last expert is. A multiplying program waits, before its first tile of an
-expert, for the chunks of each source that hold rows of that expert, and for no others. It reads them in the slot, by an
+expert, for the chunks of each source that hold rows of that expert, and for no others: it looks at all of them at once,
+and at one by one only if one is late. It reads them in the slot, by an
 index from where a row belongs to where it came. The first column of tiles also keeps the rows, where weights need them
 for their gradients.
 
@@ -30,6 +31,8 @@ from .grouped_matmul import first_row, group_tile, last_row
 from .matmul import tile_of
 from .moe_exchange import overflows, segment
 from .tiles import cdiv, copy_rows, inline, to_int64
+
+AT_ONCE = tl.constexpr(8)  # flags of each source
 
 
 @inline
@@ -81,15 +84,27 @@ def push_by_expert(
 
 @inline
 def wait_expert(peers, blocks, E, chunk_rows, expert):
-    """Wait for the chunks of every source that hold rows of this expert."""
+    """Wait for the chunks of every source that hold rows of this expert. They often are there: one look at many."""
     world: tl.constexpr = peers.world_size
-    for step in range(1, world + 1):
-        src = (signals.rank_of(peers) - step + world) % world
-        of_source = blocks + src * E
-        begin = tl.load(of_source)
-        first, last = tl.load(of_source + expert) - begin, tl.load(of_source + expert + 1) - begin
-        if first < last:
-            signals.wait_chunks(peers, src, first // chunk_rows, cdiv(last, chunk_rows))
+    lane = tl.arange(0, triton.next_power_of_2(world) * AT_ONCE)
+    src = lane // AT_ONCE
+    of_source = blocks + src * E
+    begin = tl.load(of_source, mask=src < world, other=0)
+    first = tl.load(of_source + expert, mask=src < world, other=0) - begin
+    last = tl.load(of_source + expert + 1, mask=src < world, other=0) - begin
+    chunk = first // chunk_rows + lane % AT_ONCE
+    end = tl.where(first < last, cdiv(last, chunk_rows), 0)
+    late = tl.full((), 0, tl.int32)
+    for _ in range(cdiv(tl.max(end - first // chunk_rows, 0), AT_ONCE)):
+        late += signals.missing(peers, tl.where(chunk < end, src, world), chunk)
+        chunk += AT_ONCE
+    if late > 0:
+        for p in range(world):
+            rows = blocks + p * E
+            front = tl.load(rows)
+            top, bottom = tl.load(rows + expert) - front, tl.load(rows + expert + 1) - front
+            if top < bottom:
+                signals.wait_chunks(peers, p, top // chunk_rows, cdiv(bottom, chunk_rows))
 
 
 @triton.jit(do_not_specialize=["max_rows", "chunk_rows", "send_programs"])

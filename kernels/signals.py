@@ -227,6 +227,18 @@ def wait_chunks(peers, src, first, last):
 
 
 @inline
+def missing(peers, src, chunk):
+    """How many of these chunks have not been published, by one poll; every thread is ordered behind those that have.
+
+    src, chunk   tiles; ranks >= world_size are not looked for
+    """
+    seen = _look(peers, _flag_of(peers, src, chunk), src, True)
+    late = (src < peers.world_size) & (seen - tl.load(peers.epoch) < 0)  # Note [Modular compare]
+    tl.debug_barrier()
+    return tl.sum(late.to(tl.int32), 0)
+
+
+@inline
 def wait_chunk_of_all(peers, chunk):
     """Wait for this chunk of every rank, this one too."""
     rank, _ = all_ranks(peers)
