@@ -87,6 +87,15 @@ def test_the_table_of_exchanges_is_that_of_the_predicted_results():
         assert f"| {' | '.join(cells)} |" in text
 
 
+def test_the_table_of_dispatches_with_products_is_that_of_the_predicted_results():
+    text = (ROOT / "docs" / "timed-schedule.md").read_text()
+    folder = ROOT / "bench" / "results" / "predicted"
+    before, now = (json.loads((folder / f"gated-h100{which}.json").read_text())["rows"] for which in ("-before", ""))
+    assert before.keys() == now.keys()
+    for key, row in now.items():
+        assert f"| {key.removeprefix('gated ')} | {before[key]['us']:.0f}, {row['us']:.0f} |" in text
+
+
 def test_the_small_table_of_the_readme_has_rows_of_the_saved_result():
     result, text = saved_result(), (ROOT / "README.md").read_text()
     assert markdown.machine(result) in text
