@@ -167,6 +167,11 @@ def test_an_exchange_sends_what_its_routing_says(tmp_path: Path, capsys: pytest.
         assert 0 < row["MB"] <= 16 * 2 * 4096 * 2 * 1.1 / 1e6 and 0 < row["us"] < 100
         assert row["GB/s"] == pytest.approx(row["MB"] * 1e3 / row["us"], rel=0.4)  # of rounded numbers
     assert "us before" in capsys.readouterr().out
+    gated = ["--machine", "h200", "--model", "qwen3-30b-a3b", "--operations", "gated", "--tokens", "16", "--ranks", "2"]
+    assert timed_exchange.main([*gated, "--save", str(now)]) == 0
+    (row,) = json.loads(now.read_text())["rows"].values()
+    assert row["MB"] == pytest.approx(16 * 8 / 2 * 2048 * 2 / 1e6, rel=0.2), "half of the choices are of the other rank"
+    assert row["us"] > 2 * 64 * 768 * 2048 * 2 / 4.8e6, "both weights of 64 experts come from memory"
     assert timed_exchange.main(["--tokens", "9", "--ranks", "3"]) == 2
     said = capsys.readouterr().out
     assert "--tokens 9" in said and "--ranks 3" in said
