@@ -64,7 +64,7 @@ class ModelOptions:
     """Rows an expert takes, as a multiple of an even share; further ones are dropped. Default: all."""
     recv_capacity: float | None = None
     """Rows a rank's experts take at a time, as a multiple of an even share; further ones come in rounds after the
-    first. Default: all at once."""
+    first. Default: all at once, or on GPUs two shares where any routing would need much more."""
 
     @property
     def head_dim(self) -> int:

@@ -106,6 +106,8 @@ def calls(name: str) -> list[Call]:
     widths = (17, 5) if gathers and kernel and not kernel.pairs else (37,)
     pads = name == "all_gather_wgrad"  # rows of its result to multiples of 16; without any no tile waits
     first = Call(name, (3, 18, 2), widths, k=20, chunk=8 if gathers else 2, keep=keeps, tile=32 if pads else TILE)
+    if name == "moe_dispatch_matmul":  # three tiles a row keep two steps of it each
+        first = replace(first, k=50)
     several = replace(first, programs=(2, 2))
     few = bool(kernel and kernel.one_tile)  # of which an all-reduce of 4 leaves the last rank none to sum
     made = [

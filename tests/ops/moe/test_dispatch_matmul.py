@@ -58,6 +58,7 @@ LARGE = Matmul(case((150, 40), 4, 2, 70, room=5), 80, "silu")  # several tiles a
 @given(matmuls())
 @example(LARGE)
 @example(Matmul(case((70, 0, 3), 3, 3, 65, BF16, "one", 0.3), 3))
+@example(Matmul(case((5, 3), 2, 1, 257), 200))  # four tiles a row, of which each keeps an uneven part of it
 @example(Matmul(case((0, 0), 2, 1), 3, "gelu"))
 def test_the_bits_are_those_of_two_calls(law):
     world(len(law.case.sizes)).run(laws.equals_two_calls, law)
