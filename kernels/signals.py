@@ -161,14 +161,14 @@ def take(peers, kind):
 
 
 @inline
-def complete(peers, dst, part, total, pieces=1):
-    """Whether these are the last of `total` pieces to be stored of what goes to `dst` in this part of the call.
+def complete(peers, dst, part, programs):
+    """Whether this is the last of so many programs to have stored what goes to `dst` in this part of the call.
 
     See Note [One flag of many programs].
     """
     word = peers.epoch + DONE + part * peers.world_size + dst
     tl.debug_barrier()  # Note [Barrier before the release]
-    last = tl.atomic_add(word, pieces, sem="acq_rel", scope="gpu") == total - pieces
+    last = tl.atomic_add(word, 1, sem="acq_rel", scope="gpu") == programs - 1
     if last:
         tl.store(word, 0)
     return last
