@@ -94,7 +94,7 @@ def moe_matmul_combine_kernel(
     N,
     K,
     part_tiles,  # of the columns
-    pieces,  # of a part's sums, each of every so manieth block of tokens
+    pieces,  # of a part's sums; piece i has every `pieces`-th block of tokens from i on
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,

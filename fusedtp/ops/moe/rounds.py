@@ -116,8 +116,8 @@ def moe_rounds(
     at once.
 
     Rounds after the first keep x alone for backward: they are repeated there, so that at most two rounds' rows are held
-    at a time, the first one's and the repeated one's. (Not under torch.compile.) A split backward repeats
-    them in both passes, between which torch holds one gradient of each round, of the rows that combine sends.
+    at a time, the first one's and the repeated one's. (Not under torch.compile.) A split backward repeats them in both
+    passes, between which torch holds one gradient of each round, of the rows that combine sends.
     Raises what moe_dispatch raises, but not for too many rows; ValueError for max_rows below 1.
     """
     at = place_of(group, x)
