@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from fusedtp.comm import Communicator
-from fusedtp.ops.moe import moe_combine, moe_dispatch
+from fusedtp.ops.moe import moe_combine, moe_dispatch, moe_rounds, usual_room
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import gather_tokens, take_tokens
 
@@ -46,20 +46,29 @@ def exchanged(
 
     experts    (rows [R, H], numbers [R, 1] below num_here, weights [R, 1]) -> [R, H]; the number num_here means none
     num_here   experts of every rank
+
+    There is room as in fusedtp.nn.Experts by default: see fusedtp.ops.moe.usual_room.
     """
-    rows, offsets, handle = moe_dispatch(
-        x, expert_ids, weights, num_here * world_size, group, sizes=sizes, engine=engine, layer=layer
-    )
-    at = torch.arange(rows.shape[0], device=x.device)
-    numbers = torch.searchsorted(offsets[1:].contiguous(), at, right=True)  # num_here for rows past the last
-    used = numbers < num_here
-    rows = rows.masked_fill(~used[:, None], 0.0)
-    ones = used.to(rows.dtype)[:, None]
-    if rows.shape[0]:
-        y = experts(rows, numbers[:, None], ones)
-    else:  # a row of zeros, so that the graph and its exchanges are there on every rank
-        y = experts(rows.sum(0, keepdim=True), numbers.new_zeros(1, 1), rows.new_zeros(1, 1))[:0]
-    return moe_combine(y, handle)
+
+    def compute(rows: Tensor, offsets: Tensor) -> Tensor:
+        at = torch.arange(rows.shape[0], device=x.device)
+        numbers = torch.searchsorted(offsets[1:].contiguous(), at, right=True)  # num_here for rows past the last
+        used = numbers < num_here
+        rows = rows.masked_fill(~used[:, None], 0.0)
+        ones = used.to(rows.dtype)[:, None]
+        if rows.shape[0]:
+            return experts(rows, numbers[:, None], ones)
+        # a row of zeros, so that the graph and its exchanges are there on every rank
+        return experts(rows.sum(0, keepdim=True), numbers.new_zeros(1, 1), rows.new_zeros(1, 1))[:0]
+
+    given = x, expert_ids, weights, num_here * world_size, group
+    how: dict[str, Any] = dict(sizes=sizes, engine=engine, layer=layer)
+    room = usual_room(group, x, expert_ids, num_here * world_size, sizes, engine)
+    if room is not None:
+        y, _ = moe_rounds(*given, compute, max_rows=room, **how)
+        return y
+    rows, offsets, handle = moe_dispatch(*given, **how)
+    return moe_combine(compute(rows, offsets), handle)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import fusedtp
 from fusedtp.comm import communicator
 from fusedtp.nn import MoEConfig
 from fusedtp.nn.experts import Experts
+from fusedtp.parallel import foreign_experts
 from fusedtp.train.shard import shard
 from tests.harness import pool, world
 from tests.parallel.support import (
@@ -136,3 +138,32 @@ def test_neither_rounds_nor_fp8_change_bits_of_small_integers():
     ranks = world(2).run(same_bits, 3, "relu", torch.float32, options)
     for name, whole, parts in zip(("y", "dx", "dweights", "dup", "ddown"), want, zip(*ranks, strict=True), strict=True):
         assert_same(name, torch.cat(parts), whole)
+
+
+def with_room(group, rows: int) -> None:
+    """Experts of others, with room for so many rows, make of all of them what they make of them at once. Integers."""
+    communicator(group)  # which the name stands for
+    g = torch.Generator().manual_seed(group.rank())
+    draw = lambda *shape: torch.randint(-2, 3, shape, generator=g).float()  # noqa: E731
+    x, ids, own = draw(4, 3), torch.rand(4, 4, generator=g).argsort(1)[:, :2], draw(2, 3, 3)
+    seen: list[int] = []
+
+    def experts(rows: torch.Tensor, numbers: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
+        seen.append(len(rows))
+        weights = torch.cat([own, torch.full((1, 3, 3), torch.nan)])[numbers[:, 0]]
+        return torch.where(numbers < 2, torch.einsum("rk,rkn->rn", rows, weights) * ones, 0)
+
+    found = []
+    for room in (None, rows):
+        leaf = x.clone().requires_grad_()
+        with patch.object(foreign_experts, "usual_room", lambda *_: room):  # noqa: B023
+            y = foreign_experts.exchanged(leaf, ids, torch.ones(4, 2), experts, 2, 2, group.group_name, (4, 4))
+        (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+        found.append((y.detach(), dx))
+    assert max(seen[1:]) <= rows and len(seen) > 2, seen
+    for one, several in zip(*found, strict=True):
+        assert_same(f"rank {group.rank()}", several, one)
+
+
+def test_experts_of_others_come_in_rounds_too():
+    world(2).run(with_room, 3)
