@@ -60,17 +60,6 @@ def all_blocks(offsets, E, R, BLOCK_M: tl.constexpr):
     return blocks
 
 
-@inline
-def count_out(peers, part, mine, tiles):
-    """Whether this program's tiles of this part, of which it has `mine`, are the last of all to be stored.
-
-    One of them is counted as `signals.complete` counts, which releases what all have stored.
-    """
-    word = peers.epoch + signals.DONE + part * peers.world_size
-    tl.atomic_add(word, mine - 1, sem="relaxed", scope="gpu")
-    return signals.complete(peers, 0, part, tiles)
-
-
 @triton.jit(do_not_specialize=["max_rows", "part_tiles", "pieces"])
 def moe_matmul_combine_kernel(
     peers,
@@ -154,7 +143,7 @@ def moe_matmul_combine_kernel(
                 ticket = signals.take(peers, signals.TILE)
             done += tiles
         if mine > 0:
-            if count_out(peers, part, mine, blocks * width):
+            if signals.complete_pieces(peers, 0, part, mine, blocks * width):
                 signals.publish_to_all(peers, part)
         if part > 0:
             while ticket < done + pieces:

@@ -175,6 +175,16 @@ def complete(peers, dst, part, programs):
 
 
 @inline
+def complete_pieces(peers, dst, part, mine, pieces):
+    """`complete`, of so many pieces, of which this program has stored `mine`, one or more.
+
+    One of them is counted as a program is, which releases what all have stored.
+    """
+    tl.atomic_add(peers.epoch + DONE + part * peers.world_size + dst, mine - 1, sem="relaxed", scope="gpu")
+    return complete(peers, dst, part, pieces)
+
+
+@inline
 def publish(peers, dst, chunk):
     """Tell `dst` that everything this program stored so far is there: its flag for (this rank, chunk)."""
     healthy = failed(peers) == 0
