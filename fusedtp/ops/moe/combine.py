@@ -191,13 +191,13 @@ class _MatmulCombine(Function):
         dh = dexperts = dweights = rows = None
         dout = dout.contiguous()
         if need_h or need_weights:
-            keep_rows = ctx.needs_input_grad[3]
+            keep_rows = need_experts or (ctx.needs_input_grad[3] and not at.several)
             rows, _, dh = OPERATIONS["moe_dispatch_matmul"](
                 at.spec, dout, None, [experts.mT], offsets, "", False, keep_rows, *plan, at.max_rows
             )
             dh, dots = weigh_rows(dh, row_weights, h if need_weights else None, offsets)
             dweights = _of_choices(dots, ctx.weights_dtype, plan, at) if dots is not None else None
-            if ctx.needs_input_grad[3] and not need_experts and not at.several:  # a weight pass follows
+            if keep_rows and not need_experts:  # a weight pass follows
                 ctx.kept = given, given._version, rows
         elif need_experts:
             rows = take_kept(ctx, given)

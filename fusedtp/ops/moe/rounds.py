@@ -107,13 +107,14 @@ def moe_rounds(
         max_rows     at least 1, the same on all ranks
         return       y [T_r, N], and RecvUsage
 
-    Where all rows fit one round, the result and all gradients have the bits of the calls without a bound: moe_dispatch
-    and moe_combine around compute, or with an Mlp moe_dispatch_gated (or moe_dispatch_matmul) and moe_matmul_combine.
-    Else y, dx and the gradients of what compute uses are sums of the rounds', rounded after each, and those of the
-    weights are the rounds'. There are as many rounds as the fullest owner needs, the same number
-    on all ranks; on a GPU the host waits once to learn it. Where it cannot, under torch.compile and while a graph is
-    captured, there are as many as any routing may need, ceil(T min(k, E / W) / max_rows), and those without rows end
-    at once.
+    If all rows fit one round, the result and all gradients have the bits of the calls without a bound: moe_dispatch and
+    moe_combine around compute, or with an Mlp moe_dispatch_gated (or moe_dispatch_matmul) and moe_matmul_combine. If
+    not, y, dx and the gradients of what compute uses are added up round by round, in their own dtype; a choice's weight
+    gets its gradient from the one round that moved its row.
+
+    There are as many rounds as the fullest owner needs, the same number on all ranks; on a GPU the host waits once to
+    learn it. Where it cannot, under torch.compile and while a graph is captured, there are as many as any routing may
+    need, ceil(T min(k, E / W) / max_rows), and those without rows end at once.
 
     Rounds after the first keep x alone for backward: they are repeated there, so that at most two rounds' rows are held
     at a time, the first one's and the repeated one's. (Not under torch.compile.) A split backward repeats them in both

@@ -5,10 +5,12 @@ that no sum rounds and results are equal bit for bit. What nobody may see is NaN
 of dropped choices, and tokens, with their gradients, of which every choice was dropped.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import fusedtp
 from fusedtp.comm import communicator
@@ -96,6 +98,28 @@ def room_of(case: Case, data: Data) -> int | None:
     each = case.num_experts // len(case.sizes)
     owners = torch.where(data.ids >= 0, data.ids // each, len(case.sizes)).flatten()
     return int(torch.bincount(owners, minlength=len(case.sizes) + 1)[:-1].max()) + case.room
+
+
+def split_backward(
+    layer: Callable[[], Tensor], x: Tensor, own: Sequence[nn.Parameter], between: Callable[[], None] = lambda: None
+) -> None:
+    """A backward in an input pass and a weight pass gives x and `own` the gradients of a whole one.
+
+    between   called before the input pass, between the two, and after the weight pass
+    """
+    leaves = [x, *own]
+    layer().sum().backward()
+    whole = [t.grad.clone() for t in leaves]
+    for t in leaves:
+        t.grad = None
+    y = layer()
+    between()
+    (dx,), groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter(own))
+    between()
+    stage_backward_weight(iter(own), groups)
+    between()
+    for i, (one, other) in enumerate(zip((dx, *(w.grad for w in own)), whole, strict=True)):
+        assert_same(f"gradient {i}", one, other)
 
 
 def conserves_rows(group, case: Case) -> None:

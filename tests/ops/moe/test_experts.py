@@ -22,7 +22,7 @@ from fusedtp.ops.moe import Mlp, moe_dispatch_gated, moe_dispatch_matmul, moe_ma
 from fusedtp.ops.moe import plan as plans
 from fusedtp.ops.moe.plan import Exchange
 from tests.harness import world
-from tests.ops.moe.laws import Case, mine
+from tests.ops.moe.laws import Case, mine, split_backward
 from tests.ops.moe.layer_laws import SMALL, Layer, experts_law
 from tests.ops.moe.matmul_laws import Matmul, leaves_of, whole
 from tests.ops.moe.test_exchange import cases
@@ -218,16 +218,7 @@ def split(group) -> None:
         assert int(usage.rounds) > 1
         return y
 
-    x.requires_grad_()
-    layer().sum().backward()
-    wholes = [t.grad.clone() for t in (x, *own)]
-    for t in (x, *own):
-        t.grad = None
-    y = layer()
-    (dx,), groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter(own))
-    stage_backward_weight(iter(own), groups)
-    for name, one, other in zip(("dx", "up", "down"), (dx, *(w.grad for w in own)), wholes, strict=True):
-        assert_same(f"rank {rank}: {name}", one, other)
+    split_backward(layer, x.requires_grad_(), own)
 
 
 def test_a_split_backward_of_rounds_has_the_gradients_of_a_whole_one():
