@@ -12,9 +12,8 @@ e.g. 0a is a chunk of rows of expert 0:
 A segment is in the order of experts, and the first chunk goes to all owners before the second goes to any: so at an
 owner expert 0 is complete long before the last expert is. A multiplying program waits, before its first tile of an
 expert, for the chunks of each source that hold rows of that expert, and for no others: it looks at all of them at once,
-and at one by one only if one is late. It reads them in the slot, by an
-index from where a row belongs to where it came. The first column of tiles also keeps the rows, where weights need them
-for their gradients.
+and at one after another only if one is late. It reads the rows in the slot, by an index from where a row belongs to
+where it came. Where the weights' gradients need the rows, each tile of a row of tiles keeps a part of their columns.
 
 Chunks and tiles are taken one at a time, see Note [Tickets] in signals.py. Senders have the lower numbers, and never
 wait before all chunks are taken: one resident program a rank is enough.
