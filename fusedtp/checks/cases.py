@@ -91,14 +91,25 @@ def issue(
     return made
 
 
-def fused_case(name: str, calls: Sequence[Call], *, seed: int = 0, machine: Machine = GPU, number: int = 0) -> Case:
-    """A case of these calls, one after another on one workspace, planned for `machine`, after `number` others."""
+def fused_case(
+    name: str,
+    calls: Sequence[Call],
+    *,
+    seed: int = 0,
+    machine: Machine = GPU,
+    number: int = 0,
+    by_switch: bool = False,
+) -> Case:
+    """A case of these calls, one after another on one workspace, planned for `machine`, after `number` others.
+
+    by_switch   slots have a multicast address, see SimulatedWorld
+    """
     w = len(calls[0].sizes)
     given = [operands(call, seed + i) for i, call in enumerate(calls)]
 
     def make() -> Run:
         flags = max(2 * _chunks(call) for call in calls)  # of partials and of sums
-        world = SimulatedWorld(w, max(slot_bytes(call) for call in calls), flags, machine, number)
+        world = SimulatedWorld(w, max(slot_bytes(call) for call in calls), flags, machine, number, by_switch)
         work: list[list[Work]] = [[] for _ in range(w)]
         outs: list[tuple[Given, list[dict[str, Tensor]]]] = []
         for i, (call, inputs) in enumerate(zip(calls, given, strict=True)):
@@ -167,6 +178,8 @@ def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32, machine
         "two_shot_all_reduce",
     ):  # several chunks of each owner in a round, or none
         cases[name][1] = replace(cases[name][1], programs=(2, 2 * w - 1), widths=(33,))
+    reduced = cases["multimem_all_reduce"]
+    reduced[1] = replace(reduced[1], programs=(1, 1), widths=(33,))  # sums and copies among the products
     if machine.capability >= 90:
         gathered = cases["all_gather_matmul"]
         gathered.append(replace(gathered[0], widths=(16, 8), transposed=True))
@@ -174,7 +187,11 @@ def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32, machine
         plain, two, few = cases[name]
         cases[name] = [plain, replace(two, keep=name != "moe_combine", programs=(2, 2)), few]
     cases["mixed"] = [each[i % 3] for i, each in enumerate(cases.values())]
-    return [fused_case(name, each, seed=7, machine=machine) for name, each in cases.items()]
+    made = [fused_case(name, each, seed=7, machine=machine) for name, each in cases.items()]
+    if machine.capability >= 90:
+        reduced = cases["multimem_all_reduce"]
+        made.append(fused_case("switch_all_reduce", reduced, seed=7, machine=machine, by_switch=True))
+    return made
 
 
 def compiled_cases(world_size: int, target: str) -> list[Case]:

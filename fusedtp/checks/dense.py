@@ -53,10 +53,17 @@ class SimulatedWorld:
     flags_per_source   chunks that one source can announce
     machine            for which launches are planned
     number             of calls that were made before
+    by_switch          slots have a multicast address: only compiled code has multimem
     """
 
     def __init__(
-        self, world_size: int, slot_bytes: int, flags_per_source: int, machine: Machine = GPU, number: int = 0
+        self,
+        world_size: int,
+        slot_bytes: int,
+        flags_per_source: int,
+        machine: Machine = GPU,
+        number: int = 0,
+        by_switch: bool = False,
     ) -> None:
         w = world_size
         self.machine = machine
@@ -71,6 +78,7 @@ class SimulatedWorld:
             epoch[0] = number + 1
         self.failures = symmetric("failure", w, (8,), torch.int64, poisoned=False)
         self.statuses = symmetric("status", w, (8,), torch.int64, poisoned=False)
+        self.multicast = torch.tensor([self.data.multicast]) if by_switch else None
 
     @property
     def memory(self) -> tuple[Memory, ...]:
@@ -88,6 +96,7 @@ class SimulatedWorld:
             slot_bytes=self.slot_bytes,
             flags_per_source=self.flags_per_source,
             timeout_s=600.0,
+            multicast=self.multicast,
         )
 
     def recorded(self) -> list[str]:

@@ -361,7 +361,9 @@ def _fused(kernel: str, variant: Variant, machine: Machine) -> Launch:
     biases = [empty(width, of=out) if variant.bias and i == 0 else None for i, width in enumerate(widths)]
     x = empty(t // w if declared.gathers else t, k)
     grads = getattr(torch, variant.grads) if variant.grads else None
-    at = OnRank(_view(w), 1, w, rows, 12345, None, machine)
+    view = _view(w)
+    view.multicast = torch.zeros(1, dtype=torch.int64) if machine.capability >= 90 else None
+    at = OnRank(view, 1, w, rows, 12345, None, machine)
     return declared.launch(at, x, others, biases, variant.keep, False, grads)[0]
 
 
@@ -513,6 +515,7 @@ def _view(world_size: int) -> SimpleNamespace:
         slot_bytes=1 << 30,
         flags_per_source=4096,
         ranks_per_device=1,
+        multicast=None,
         meet=None,
         failure=words,
         timeout_s=600.0,

@@ -102,6 +102,11 @@ class Communicator:
     def has_workspace(self) -> bool:
         return self.fallback is None and self._workspace is not None
 
+    @property
+    def has_switch(self) -> bool:
+        """Whether a switch sums what all ranks' memories hold (NVLink SHARP). The same on all ranks."""
+        return self.has_workspace and self.workspace.control.multicast != 0
+
     def refuse(self, begun: int) -> None:
         """Tell the peers of an error, unless a call has begun since there were `begun`: that one has told them."""
         if self.has_workspace and self.workspace.number == begun:

@@ -31,6 +31,7 @@ class DeviceView:
     flags_per_source: int
     timeout_s: float
     ranks_per_device: int = 1  # that must run side by side: all of a virtual world on one GPU
+    multicast: Tensor | None = None  # int64 [1], of the data regions of all ranks: see kernels/multimem.py
     meet: Callable[[], None] | None = None  # where ranks share a GPU: a barrier of their host threads
 
     @cached_property

@@ -24,11 +24,16 @@ Exchange = Callable[[Any], list[Any]]  # every rank's object, in rank order; col
 
 @dataclass
 class Region:
-    """One allocation of `nbytes` a rank. `buffers[p]` is rank p's bytes as a uint8 tensor mapped here."""
+    """One allocation of `nbytes` a rank.
+
+    buffers     of rank p its bytes, as a uint8 tensor mapped here
+    multicast   the address that stands for all ranks' bytes at once (NVLink SHARP), on every rank; else 0 on every rank
+    """
 
     nbytes: int
     buffers: Sequence[Tensor]
     addresses: tuple[int, ...]
+    multicast: int = 0
     handle: Any = field(default=None, repr=False)  # CUDA: torch's symmetric memory handle, and the allocation
 
 
@@ -81,7 +86,7 @@ def _map_peer(pid: int, fd: int, nbytes: int) -> mmap.mmap:
         os.close(opened)
 
 
-def allocate_symmetric(nbytes: int, device: torch.device, group_name: str, world_size: int) -> Region:
+def allocate_symmetric(nbytes: int, device: torch.device, group_name: str, exchange: Exchange) -> Region:
     """Collective, CUDA: torch's symmetric memory. Raises RuntimeError where it cannot be had.
 
     Not by torch's `empty`: that takes it from a pool, which hands freed memory out again. Garbage is collected on each
@@ -94,11 +99,13 @@ def allocate_symmetric(nbytes: int, device: torch.device, group_name: str, world
     nbytes = round_up(max(nbytes, PAGE))
     local = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
     handle = rendezvous(local, group_name)  # type: ignore[arg-type]
-    buffers = [handle.get_buffer(p, (nbytes,), torch.uint8) for p in range(world_size)]
+    multicasts = exchange(handle.multicast_ptr)
+    buffers = [handle.get_buffer(p, (nbytes,), torch.uint8) for p in range(len(multicasts))]
     addresses = tuple(buffer.data_ptr() for buffer in buffers)
     if addresses[handle.rank] != local.data_ptr():  # a buffer begins where its allocation does
         raise RuntimeError("torch's symmetric memory gave a part of a larger allocation")
-    return Region(nbytes, buffers, addresses, (handle, local))
+    multicast = multicasts[handle.rank] if all(multicasts) else 0
+    return Region(nbytes, buffers, addresses, multicast, (handle, local))
 
 
 def allocate_plain(nbytes: int, device: torch.device, exchange: Exchange) -> Region:

@@ -165,7 +165,7 @@ class ProcessWorld:
 
     def allocate(self, nbytes: int) -> Region:
         if self.device.type == "cuda":
-            return allocate_symmetric(nbytes, self.device, self.name, self.world_size)
+            return allocate_symmetric(nbytes, self.device, self.name, self.exchange)
         return allocate_memfd(nbytes, self.exchange)
 
     def stream_barrier(self, region: Region, timeout_s: float) -> None:

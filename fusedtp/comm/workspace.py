@@ -30,6 +30,7 @@ elements of the working dtype. A group holds two slots of the largest of its cal
     scaled_matmul_reduce_scatter       as matmul_reduce_scatter
     matmul_all_reduce, small           T * N           W * T * N, of no more than 128 KiB a partial
     matmul_all_reduce, larger          T * N           W * ceil(T / W) * N + T * N
+    matmul_all_reduce by multimem      -               T * N, N rounded up to 16
     scaled_matmul_all_reduce           as matmul_all_reduce
     all_gather_rows, ...               as the matmul   -
     moe_dispatch, of k choices         max R_p (K + k) max R_p * K
@@ -260,6 +261,7 @@ class Workspace:
             flags_per_source=FLAGS_PER_SOURCE,
             timeout_s=self.timeout_s,
             ranks_per_device=self.world.ranks_per_device,
+            multicast=table((self.data.multicast,)) if self.data and self.data.multicast else None,
             meet=self.world.barrier if self.world.shares_process and device.type == "cuda" else None,
         )
 

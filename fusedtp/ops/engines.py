@@ -19,7 +19,7 @@ from . import measured
 from .measured import kind_of
 from .rows import Rows
 
-ENGINES = ("auto", "collective", "chunked", "triton")
+ENGINES = ("auto", "collective", "chunked", "triton", "multimem")
 BY_COPY = "triton-copy"  # the fused gather of more than few rows by the copy engine, whatever a table says
 
 # Below this many rows a GPU spends longer on flags than it hides; until a crossover table measured on the machine
@@ -64,11 +64,16 @@ def choose(
         return Choice("local", "a group of one rank has nothing to communicate")
     if not comm.has_workspace:
         reason = f"no shared memory: {comm.fallback}"
-        if engine in ("chunked", "triton"):
+        if engine != "auto" and engine != "collective":
             warnings.warn(f"engine {engine!r} falls back to 'collective': {reason}", stacklevel=4)
         return Choice("collective", reason)
-    if engine == "triton":
-        check_triton(comm, dtype)
+    if engine in ("triton", "multimem"):
+        check_triton(comm, dtype, engine)
+    if engine == "multimem" and not comm.world.shares_process and comm.device.type == "cuda" and not comm.has_switch:
+        raise ValueError(
+            "engine 'multimem' needs GPUs of compute capability 9.0 behind an NVSwitch that sums (NVLink SHARP): "
+            "torch's symmetric memory has no multicast address here; use 'triton'"
+        )
     if engine != "auto":
         return Choice(engine, "asked for", _measured(comm, rows, dtype, operation, width).transport)
     found = _measured(comm, rows, dtype, operation, width)
@@ -104,7 +109,7 @@ def _default(comm: Communicator, rows: Rows, dtype: torch.dtype, why: str) -> Ch
 
 def tables(comm: Communicator, engine: str) -> int:
     """For the signature of a call: what this rank's launches are cut by, a table and how many programs run at once."""
-    if engine != "triton":
+    if engine not in ("triton", "multimem"):
         return 0
     from .launch import tuned
     from .launch.config import machine_of
@@ -121,20 +126,20 @@ def choose_mover(comm: Communicator, rows: Rows, dtype: torch.dtype) -> Choice:
     return Choice("collective", choice.reason)
 
 
-def check_triton(comm: Communicator, dtype: torch.dtype) -> None:
-    """Raise ValueError where the engine `triton` was asked for and cannot be had."""
+def check_triton(comm: Communicator, dtype: torch.dtype, engine: str = "triton") -> None:
+    """Raise ValueError where an engine of kernels was asked for and cannot be had."""
     if not has_triton():
-        raise ValueError("engine 'triton' needs the triton package")
+        raise ValueError(f"engine {engine!r} needs the triton package")
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"engine 'triton' takes fp32, fp16 and bf16, not {dtype}; use 'chunked' or 'collective'")
+        raise ValueError(f"engine {engine!r} takes fp32, fp16 and bf16, not {dtype}; use 'chunked' or 'collective'")
     if comm.device.type == "cpu" and not interpreting():
         raise ValueError(
-            "engine 'triton' on CPU tensors runs in Triton's interpreter: set TRITON_INTERPRET=1 in the environment "
+            f"engine {engine!r} on CPU tensors runs in Triton's interpreter: set TRITON_INTERPRET=1 in the environment "
             "before Python starts, or use 'chunked'"
         )
     if comm.device.type == "cpu" and comm.world.shares_process:
         raise ValueError(
-            "Triton's interpreter runs one rank a process: engine 'triton' needs the processes world on CPU"
+            f"Triton's interpreter runs one rank a process: engine {engine!r} needs the processes world on CPU"
         )
 
 

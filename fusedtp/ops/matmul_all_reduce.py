@@ -3,8 +3,9 @@
 one-shot    every rank sends its whole partial to every rank, and all sum: small results
 few rows    reduce-scatter, then all-gather, of rows that are multiplied together (kernels/matmul_few_rows.py)
 two-shot    the same, each owner's rows apart: large ones (kernels/matmul_all_reduce.py has it and the first)
+multimem    an engine of its own: the NVLink switch sums (kernels/multimem_all_reduce.py)
 
-forward  y = sum over ranks of x @ w.T, in rank order, rounded once, + b; the same bits on every rank
+forward  y = sum over ranks of x @ w.T, in rank order, + b, rounded once; the same bits on every rank
 dgrad    dx = dy @ w, local
 wgrad    dw = dy.T @ x, local: dy is the same on all ranks
 saved    x and the weight
@@ -13,6 +14,7 @@ saved    x and the weight
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +24,23 @@ from torch.autograd import Function
 from fusedtp.comm import Group, place, propagate_errors
 from fusedtp.comm.device_view import odd, peers_of
 from fusedtp.comm.launching import Launch, layouts
+from fusedtp.comm.memory import round_up
 
-from .launch.config import Config, Machine
+from .launch import tuned
+from .launch.config import VECTOR, Config, Machine, deep, narrowed, tiles
 from .launch.operands import even_depth, local_tiles
 from .launch.run import check, machine_for
 from .main_grad import MainGrad, main_grads_of, weight_grad
 from .matmul import linear, linear_into, matmul, sum_in_rank_order
-from .matmul_reduce_scatter import are_few, matmul_args, pointers, prepare_few_rows, reduction, window_args
+from .matmul_reduce_scatter import (
+    FEW_ROWS,
+    are_few,
+    matmul_args,
+    pointers,
+    prepare_few_rows,
+    reduction,
+    window_args,
+)
 from .matmul_reduce_scatter import chunked as reduce_scatter_chunked
 from .operation import (
     Example,
@@ -47,6 +59,8 @@ from .rows import Rows, split
 from .shards import gather_rows
 
 TWO_SHOT_BYTES = 1 << 20  # chunked: from this size on an all-reduce is a reduce-scatter and an all-gather
+SUM_ROWS = 32  # of a tile, that the switch sums at once
+PART_ROWS = 16  # at least, in a part of a sum that is left at the end
 ONE_SHOT_BYTES = 1 << 17  # triton: of one partial; beyond it W copies of everything cost more than a second hop
 
 
@@ -64,11 +78,14 @@ def matmul_all_reduce(
         x       [..., K]  all rows, this rank's columns
         weight  [N, K]    this rank's columns of the full weight
         bias    [N]       the full bias, added once
-        engine  "auto", "collective", "chunked" or "triton"
+        engine  "auto", "collective", "chunked", "triton", or "multimem": summed by the NVLink switch, see below
         layer   the kind of layer that the call is counted for
         return  [..., N]  the same bits on every rank
 
     A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
+
+    "multimem" needs GPUs of sm_90 behind a switch that sums. It sums in an order of its own, and rounds twice where
+    there is a bias: the sum and y. Ranks that share a GPU, or are without one, run its kernel without a switch.
 
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
@@ -178,6 +195,24 @@ def triton(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return y
 
 
+def multimem(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """One launch, in which the switch sums."""
+    comm, total, n = plan.comm, x.shape[0], weight.shape[0]
+    (x,), (weight,) = even_depth([x], [weight])
+    with plan.call() as call:
+        view = call.kernel_view()
+        key = view.multicast is None, *layouts(x, weight)
+        launch = plan.launches.get(key)
+        if launch is None:
+            check(view, plan.slot_bytes, x, [weight, bias])
+            launch = prepare_multimem(view, comm.world_size, x, weight, None, machine_for(view, x))
+            plan.launches[key] = launch
+        y = x.new_empty(total, n)
+        given = pointers(launch, plan.peers(view), [x], [weight], bias, y)
+        launch.run(view, x.device, None, given | {"multicast": view.multicast})
+    return y
+
+
 def _launched(
     plan: Any, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *_: Any
 ) -> tuple[Launch, dict[str, Tensor]]:
@@ -196,8 +231,9 @@ op = Operation(
     fake=lambda spec, x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
     reference=reference,
     shared=lambda x, weight, bias: Shared(x.dtype, weight.shape[0], 1, int(bias is not None)),
-    engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
+    engines=dict(local=local, collective=collective, chunked=chunked, triton=triton, multimem=multimem),
     slot_bytes=dict(
+        multimem=lambda rows, shared: multimem_slot_bytes(rows.total, shared.features, shared.dtype),
         chunked=lambda rows, shared: rows.total * shared.features * shared.dtype.itemsize,
         triton=lambda rows, shared: all_reduce_slot_bytes(rows.total, shared.features, len(rows.sizes), shared.dtype),
     ),
@@ -231,6 +267,13 @@ op = Operation(
             lambda *given: _launched(plan_few_rows, *given),
             slot_bytes=_two_shot_slot_bytes,
             one_tile=True,
+            example=dict(chunk=1),
+        ),
+        FusedKernel(
+            "multimem_all_reduce",
+            "multimem_all_reduce_kernel",
+            lambda *given: _launched(plan_multimem, *given),
+            slot_bytes=lambda rows, shared: multimem_slot_bytes(rows.total, shared.features, shared.dtype),
             example=dict(chunk=1),
         ),
     ),
@@ -333,6 +376,56 @@ def prepare_few(
     return prepare_few_rows(view, [x], [weight], rows, config, machine, result_at)
 
 
+def multimem_slot_bytes(total: int, n: int, dtype: torch.dtype) -> int:
+    """What the kernel by the switch needs in a slot: rows of whole accesses."""
+    return total * round_up(n, VECTOR) * dtype.itemsize
+
+
+def prepare_multimem(
+    view: Any, world_size: int, x: Tensor, weight: Tensor, config: Config | None, machine: Machine
+) -> Launch:
+    """The launch by the switch, likewise; also without its `multicast`."""
+    from fusedtp.kernels.multimem_all_reduce import multimem_all_reduce_kernel
+
+    total, n = x.shape[0], weight.shape[0]
+    flags = view.flags_per_source // 2
+    if config is None:
+        config = multimem_config(machine, x.dtype, total, n, flags)
+        config = local_tiles(config, machine, [x], [weight])
+    chunks = -(-(-(-total // config.block_m) * -(-n // config.block_n)) // config.chunk)
+    behind = max(1, min(-(-config.programs // 2), chunks))  # half a round: predicted times grow with fewer or more
+    room = (flags - chunks) // behind + 1  # flags that the sums left at the end may have each
+    parts = max(1, min(world_size, config.block_m // PART_ROWS, room))
+    args = dict(
+        **matmul_args([x], [weight], config),
+        M=total,
+        stride=round_up(n, VECTOR),
+        group=config.chunk,
+        behind=behind,
+        parts=parts,
+        height=-(-config.block_m // parts),
+        flags=flags,
+        SUM_M=sum_rows(config, x.dtype),
+    )
+    return Launch(multimem_all_reduce_kernel, config.programs, args, config)
+
+
+def sum_rows(config: Config, dtype: torch.dtype) -> int:
+    """Rows of a tile that the switch sums at once: at least 16 bytes a thread, see kernels/multimem.py."""
+    pieces = config.block_n * dtype.itemsize // 16  # of a row
+    return max(-(-32 * config.num_warps // pieces), min(config.block_m, SUM_ROWS))
+
+
+@tuned.remembered
+def multimem_config(machine: Machine, dtype: torch.dtype, total: int, n: int, flags: int) -> Config:
+    """Configuration of the kernel by the switch: every program multiplies, sums and copies."""
+    shape = tiles(machine, dtype, total, n)
+    if total <= FEW_ROWS:
+        shape = deep(narrowed(shape, machine, total, n, every=True), machine, dtype)
+    count = -(-total // shape.block_m) * -(-n // shape.block_n)
+    return replace(shape, send_programs=machine.programs, other_programs=0, chunk=max(1, -(-count // flags)))
+
+
 def kernel_for(rows: Rows, n: int, dtype: torch.dtype) -> Callable[..., Launch]:
     """What prepares the launch of an all-reduce whose y is [rows.total, n]."""
     if is_one_shot(rows.total, n, dtype):
@@ -353,6 +446,12 @@ def plan_two_shot(*given: Any) -> tuple[Launch, Tensor]:
 def plan_few_rows(*given: Any) -> tuple[Launch, Tensor]:
     """The whole launch for few rows, likewise."""
     return _planned(prepare_few, *given)
+
+
+def plan_multimem(view: Any, *given: Any) -> tuple[Launch, Tensor]:
+    """The whole launch by the switch, likewise."""
+    launch, y = _planned(prepare_multimem, view, *given)
+    return launch.given({"multicast": view.multicast}), y
 
 
 def _planned(

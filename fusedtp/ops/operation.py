@@ -308,7 +308,9 @@ class Operation:
 
 
 def _choose_fused(name: str, comm: Communicator, spec: Spec, rows: Rows, shared: Shared) -> engines.Choice:
-    return engines.choose(comm, spec.engine, rows, shared.dtype, name, shared.features)
+    """`multimem` is an engine of all-reduces; other operations of a model that asks for it run `triton`."""
+    other = spec.engine == "multimem" and spec.engine not in OPERATIONS[name].engines
+    return engines.choose(comm, "triton" if other else spec.engine, rows, shared.dtype, name, shared.features)
 
 
 def _choose_mover(name: str, comm: Communicator, spec: Spec, rows: Rows, shared: Shared) -> engines.Choice:

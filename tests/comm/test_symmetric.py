@@ -31,6 +31,7 @@ class Torch:
 
 class Handle:
     rank = RANK
+    multicast_ptr = 4096
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
         self.buffers = buffers
@@ -55,7 +56,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, offset: int = 0) -> Torch:
 
 def test_a_region_is_an_allocation_of_its_own_and_its_addresses_are_its_buffers(monkeypatch):
     torch_ = asked(monkeypatch)
-    region = memory.allocate_symmetric(5000, torch.device("cpu"), "tp", WORLD_SIZE)
+    region = memory.allocate_symmetric(5000, torch.device("cpu"), "tp", lambda mine: [mine] * WORLD_SIZE)
     assert region.nbytes == 8192 and torch_.met == ["tp"]
     assert [len(buffer) for buffer in region.buffers] == [8192] * WORLD_SIZE
     assert list(region.addresses) == [buffer.data_ptr() for buffer in region.buffers]
@@ -65,4 +66,13 @@ def test_a_region_is_an_allocation_of_its_own_and_its_addresses_are_its_buffers(
 def test_a_part_of_a_larger_allocation_is_refused(monkeypatch):
     asked(monkeypatch, offset=512)
     with pytest.raises(RuntimeError, match="a part of a larger allocation"):
-        memory.allocate_symmetric(4096, torch.device("cpu"), "tp", WORLD_SIZE)
+        memory.allocate_symmetric(4096, torch.device("cpu"), "tp", lambda mine: [mine] * WORLD_SIZE)
+
+
+@pytest.mark.parametrize("others, want", [((1, 2), Handle.multicast_ptr), ((1, 0), 0), ((0, 0), 0)])
+def test_all_ranks_have_a_multicast_address_or_none(monkeypatch, others, want):
+    """One that a single rank could not bind is used by nobody. Each rank keeps its own."""
+    asked(monkeypatch)
+    first, last = others
+    region = memory.allocate_symmetric(4096, torch.device("cpu"), "tp", lambda mine: [first, mine, last])
+    assert region.multicast == want

@@ -25,11 +25,14 @@ DTYPES = (FP32, FP64, torch.float16, torch.bfloat16)
 NARROW = (FP32, torch.float16, torch.bfloat16)
 
 
-def group(device: str = "cpu", *, size: int = 2, workspace: bool = True, threads: bool = False) -> SimpleNamespace:
+def group(
+    device: str = "cpu", *, size: int = 2, workspace: bool = True, threads: bool = False, switch: bool = True
+) -> SimpleNamespace:
     """What `choose` sees of a communicator."""
     return SimpleNamespace(
         world_size=size,
         has_workspace=workspace,
+        has_switch=switch,
         fallback="" if workspace else "ranks on several hosts",
         device=torch.device(device),
         world=SimpleNamespace(shares_process=threads),
@@ -106,7 +109,7 @@ def test_without_a_workspace_there_are_collectives_and_a_warning_if_another_engi
         assert got == engines.Choice("collective", "no shared memory: ranks on several hosts")
         assert [str(each.message) for each in told] == [
             f"engine {engine!r} falls back to 'collective': no shared memory: ranks on several hosts"
-        ] * (engine in ("chunked", "triton"))
+        ] * (engine in ("chunked", "triton", "multimem"))
         with machine(triton=triton):
             assert routing.choose(group(device, workspace=False), engine, dtype).engine == "collective"
 

@@ -68,8 +68,8 @@ COVERING = tuple(_case(operation, row, i) for operation in OPERATIONS for i, row
 
 
 def on(case: Case, engine: str) -> Case:
-    """The case by this engine; "triton" takes fp32 for fp64, which it has not."""
-    narrow = engine == "triton" and case.dtype == torch.float64
+    """The case by this engine; those of kernels take fp32 for fp64, which they have not."""
+    narrow = engine in ("triton", "multimem") and case.dtype == torch.float64
     return replace(case, engine=engine, dtype=torch.float32 if narrow else case.dtype)
 
 

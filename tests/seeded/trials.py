@@ -7,6 +7,7 @@ copied     of gathers, the rows of one rank, of none, of all brought by copies b
 strangers  two ranks in calls of different signatures: each must notice, and say so rightly; and in calls of one
 overflow   of experts, more rows than there is room for: each must say so
 pipelined  16 bits, several steps over K in three stages; on sm_90 by TMA and wgmma
+switch     the first two calls with slots that a switch sums, where the kernel asks for one, on sm_90
 fp8        of the kernels that multiply it, the first and the last call, on sm_90
 local      kernels of one rank in every variant, see checks/local.py
 """
@@ -88,6 +89,8 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
         if not only and name.startswith("all_gather"):
             brought = (1,), (), (), (0, 1, 2)
             yield called("copied", [replace(call, copied=by) for call, by in zip(calls(name), brought)], first)
+    if "multimem_all_reduce" in fused and only in ("", "sm_90"):
+        yield called("by a switch", calls("multimem_all_reduce")[::3], "sm_90", by_switch=True)
     yield from (pipelined(name, target) for target in targets for name in fused)
     in_fp8 = [name for kernel in chosen for name in IN_FP8.get(kernel, ())]
     yield from wrapping if only else (called("calls", calls(name)[::3], "sm_90") for name in in_fp8)
@@ -121,10 +124,11 @@ def calls(name: str) -> list[Call]:
     return made
 
 
-def called(what: str, made: Sequence[Call], target: str, number: int = 0) -> Trial:
+def called(what: str, made: Sequence[Call], target: str, number: int = 0, by_switch: bool = False) -> Trial:
     """number: of calls that were made before."""
     name = f"{what} of {made[0].operation}"
-    return Trial(fused_case(name, made, seed=3, machine=gpu(target), number=number), target)
+    case = fused_case(name, made, seed=3, machine=gpu(target), number=number, by_switch=by_switch)
+    return Trial(case, target)
 
 
 def pipelined(name: str, target: str) -> Trial:

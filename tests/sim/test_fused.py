@@ -16,7 +16,7 @@ from fusedtp.checks import experts
 from fusedtp.checks.cases import compiled_cases, fused_case, operands, plan, slot_bytes
 from fusedtp.checks.dense import DECLARED, Call, SimulatedWorld, in_fp8, launched
 from fusedtp.checks.lint import OWN
-from fusedtp.kernels import signals
+from fusedtp.kernels import multimem, signals
 from fusedtp.ops.operation import OPERATIONS
 from fusedtp.sim import Case, Fault, Run, Schedule, SimulationFault, explore, run_schedule
 from fusedtp.sim.explore import compiler_for
@@ -51,6 +51,8 @@ SCHEDULED = [
     *((name, 4, "sm_80", examples(6, 3)) for name in (*NOT_IN_FP8, "mixed")),
     *((name, 8, "sm_80", 1) for name in (*NOT_IN_FP8, "mixed")),
     ("all_gather_wgrad", 1, "sm_90", 3),
+    ("switch_all_reduce", 2, "sm_90", examples(12, 7)),
+    ("switch_all_reduce", 4, "sm_90", examples(6, 3)),
 ]
 
 
@@ -157,3 +159,9 @@ def test_a_broken_protocol_is_found(impatient, name, rule):
     fault = explore(case, 12, shrink=False).fault
     assert fault is not None and fault.rule in rule, fault
     assert fault.accesses or fault.waits
+
+
+def test_a_sum_by_the_switch_needs_a_fence_between_the_two_addresses_of_a_slot():
+    whole = case_of("switch_all_reduce", 2, "sm_90")
+    fault = explore(replaced(whole, {multimem.other_address: None}), 12, shrink=False).fault
+    assert fault is not None and "without a fence.proxy.alias" in str(fault), fault

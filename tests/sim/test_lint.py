@@ -29,7 +29,7 @@ from tests.sim.lint_sample import sample, takes
 
 pytestmark = pytest.mark.slow
 KERNELS = Path(__file__).parents[2] / "kernels"
-EXCHANGING = ("all_gather_", "matmul_reduce", "moe_", "one_shot", "two_shot", "few_rows_")
+EXCHANGING = ("all_gather_", "matmul_reduce", "moe_", "one_shot", "two_shot", "few_rows_", "multimem_")
 COMMUNICATING = [name for name in OWN if name.startswith(EXCHANGING) and name not in PLANS]
 
 
@@ -101,13 +101,17 @@ LOCAL_BYTES = 1024  # of a thread, that CUDA sets aside for every kernel (cudaLi
 MATMULS = [
     name
     for name in OWN
-    if "matmul" in name or "gated_kernel" in name or name.startswith("few_rows") or name.endswith("_shot_kernel")
+    if "matmul" in name
+    or "gated_kernel" in name
+    or name.startswith(("few_rows", "multimem"))
+    or name.endswith("_shot_kernel")
 ]
 SUMS = (
     "matmul_reduce_scatter_kernel",
     "one_shot_kernel",
     "two_shot_kernel",
     "few_rows_kernel",
+    "multimem_all_reduce_kernel",
 )  # whose callers pad such operands
 
 
@@ -152,6 +156,8 @@ COUNTED = {
     "last_tile = tl.minimum((chunk + 1) * group, num_rows * num_cols)",
     "first = row * BLOCK_M + part * part_rows",  # rows of a tile
     "done += num_rows * num_cols",
+    "left = (owned - begun) * parts",  # sums that are left at the end, and flags
+    "return tl.where(chunk < whole, chunk, whole + (chunk - whole) * parts)",
     "flag += rank_of(peers) * peers.flags_per_source + chunk",  # flags, of which there are 4096 a rank
     "return flag + src * peers.flags_per_source + chunk",
 }

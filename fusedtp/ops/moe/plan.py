@@ -248,6 +248,8 @@ def choose(comm: Communicator, engine: str, dtype: torch.dtype) -> Choice:
         if runs_kernels(comm.device) and dtype in KERNEL_DTYPES:
             return Choice("triton", "kernels read on the device what goes where")
         return Choice("collective", f"no kernels for {dtype} on this device; the host waits to learn what goes where")
+    if engine == "multimem":  # an engine of all-reduces
+        engine = "triton"
     if engine == "triton":
         engines.check_triton(comm, dtype)
     elif engine == "chunked" and not on_cpu:

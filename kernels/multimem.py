@@ -1,0 +1,119 @@
+"""Sums and copies by the NVLink switch (NVLink SHARP, PTX's `multimem`): one access to the memory of all ranks.
+
+A multicast address stands for the same place in the slots of all ranks. A load by it returns the sum of what they hold
+there, a store writes to all of them. It takes 16 bytes a lane here, at multiples of 16 bytes.
+
+Note [Two addresses of one memory]: a rank's own address of its slot and the multicast address are two proxies to the
+memory model. Beside the signal it wants a fence between what was stored by the one and an access by the other, on
+either side of the signal, of each thread that accesses.
+
+Note [Sums of the switch]: of 16-bit elements in fp32, rounded once to the element. In which order is the switch's
+affair, so fp32's last bit is as well.
+
+Note [One thread a piece]: if a tile has fewer pieces than a program has threads, several threads hold the same one.
+Triton's own stores are then done by one of them. Inline code is run by all, and a sum that takes the place of what it
+sums would be summed again. So a tile here has a piece for each thread, many of them masked where there is little to
+do.
+
+Note [Without a switch]: where there is no multicast address (ranks that share a GPU, ranks without one), the slots are
+read one by one in rank order and written one by one. What asks for it is the same code, and `multicast` is None.
+
+PTX ISA 8.8, sections 9.7.9.14 (multimem) and 8.3 (proxies).
+"""
+
+import triton.language as tl
+
+from . import signals
+from .tiles import inline, narrow, widen
+
+BYTES = tl.constexpr(16)  # of an access by the multicast address
+
+# words $0 to $3, from address $4, if $5
+_LOAD = """{{
+    .reg .pred %exists;
+    setp.ne.b32 %exists, $5, 0;
+    @%exists multimem.ld_reduce.weak.global.add.{} {{$0, $1, $2, $3}}, [$4];
+}}"""
+LOAD_FP32 = tl.constexpr(_LOAD.format("v4.f32"))
+LOAD_FP16 = tl.constexpr(_LOAD.format("acc::f32.v4.f16x2"))
+LOAD_BF16 = tl.constexpr(_LOAD.format("acc::f32.v4.bf16x2"))
+# words $2 to $5, to address $1, if $6
+STORE = tl.constexpr("""{
+    .reg .pred %exists;
+    setp.ne.b32 %exists, $6, 0;
+    @%exists multimem.st.weak.global.v4.f32 [$1], {$2, $3, $4, $5};
+    mov.b32 $0, 0;
+}""")
+
+
+@inline
+def other_address(multicast):
+    """Between accesses by a slot's own address and by the multicast one: Note [Two addresses of one memory]."""
+    if multicast is not None:
+        tl.inline_asm_elementwise("fence.proxy.alias; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@inline
+def sum_slots(
+    peers, multicast, first, last, col, stride, SUM_M: tl.constexpr, BLOCK_N: tl.constexpr, ELEMENT: tl.constexpr
+):
+    """Put the sum over ranks of rows first, ..., last - 1 of a tile column of [., stride] into the slots of all.
+
+    multicast   int64 [1], the address that stands for the data regions of all ranks, or None
+    stride      in elements, of whole accesses
+    At most SUM_M rows, enough for Note [One thread a piece].
+    """
+    rows = (first + tl.arange(0, SUM_M)).to(tl.int64)
+    if multicast is not None:
+        LANE: tl.constexpr = 128 // ELEMENT.primitive_bitwidth  # elements of an access
+        cols = col * BLOCK_N + LANE * tl.arange(0, BLOCK_N // LANE)
+        mask = ((rows < last)[:, None] & (cols < stride)[None, :]).to(tl.int32)
+        slot = tl.load(multicast) + (tl.load(peers.epoch) & 1).to(tl.int64) * peers.slot_bytes
+        at = slot + (rows[:, None] * stride + cols[None, :]) * (ELEMENT.primitive_bitwidth // 8)
+        if ELEMENT == tl.float32:
+            a, b, c, d = tl.inline_asm_elementwise(
+                LOAD_FP32,
+                "=r,=r,=r,=r,l,r",
+                [at, mask],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+                is_pure=False,
+                pack=1,
+            )
+        elif ELEMENT == tl.bfloat16:
+            a, b, c, d = tl.inline_asm_elementwise(
+                LOAD_BF16,
+                "=r,=r,=r,=r,l,r",
+                [at, mask],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+                is_pure=False,
+                pack=1,
+            )
+        else:
+            a, b, c, d = tl.inline_asm_elementwise(
+                LOAD_FP16,
+                "=r,=r,=r,=r,l,r",
+                [at, mask],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+                is_pure=False,
+                pack=1,
+            )
+        tl.inline_asm_elementwise(
+            STORE, "=r,l,r,r,r,r,r", [at, a, b, c, d, mask], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        world: tl.constexpr = peers.world_size
+        rank = signals.rank_of(peers)
+        cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = (rows < last)[:, None] & (cols < stride)[None, :]
+        at = rows[:, None] * stride + cols[None, :]
+        acc = tl.full((SUM_M, BLOCK_N), 0, tl.float32)
+        for src in range(world):
+            acc += widen(tl.load(_elements(peers, src, ELEMENT) + at, mask=mask, other=0.0)).to(tl.float32)
+        for step in range(1, world + 1):
+            tl.store(_elements(peers, (rank + step) % world, ELEMENT) + at, narrow(acc, ELEMENT), mask=mask)
+
+
+@inline
+def _elements(peers, rank, ELEMENT: tl.constexpr):
+    """A rank's slot, by its own address."""
+    return tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(ELEMENT)), 16)

@@ -1,0 +1,148 @@
+"""The engine "multimem": its kernel where no switch is at hand, who may ask for it, what other operations then run.
+
+What the switch does with it, compiled, is in tests/sim/test_fused.py.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import fusedtp
+from fusedtp.comm import SignatureMismatch, communicator
+from fusedtp.ops import engines
+from fusedtp.ops.launch.config import Machine
+from fusedtp.ops.matmul_all_reduce import SUM_ROWS, multimem_config, multimem_slot_bytes, prepare_multimem, sum_rows
+from fusedtp.ops.moe import plan as routing
+from fusedtp.ops.rows import Rows
+from tests.harness import world
+from tests.ops.test_engines import group, machine
+from tests.properties.cases import Case
+from tests.properties.covering import COVERING, covered, on
+from tests.properties.laws import exact
+from tests.properties.strategies import cases
+
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+H100 = Machine("cuda", 132, 227 << 10, capability=90)
+
+
+@covered(*(on(case, "multimem") for case in COVERING if case.operation == "matmul_all_reduce"))
+@settings(max_examples=25)
+@given(
+    case=cases(
+        engine="multimem", operation="matmul_all_reduce", dtypes=NARROW, world_sizes=(2, 3, 4), rows=5, width=10,
+        features=30,
+    )
+)  # fmt: skip
+def test_equals_the_formula(case):
+    pytest.importorskip("triton")
+    world(case.world_size).run(exact, case)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 2), (torch.bfloat16, 3), (torch.float16, 4)], ids=str)
+def test_several_tiles_and_steps_equal_the_formula(dtype, size):
+    """Of 64 rows and columns, with tails; so many that programs sum and copy between their products."""
+    pytest.importorskip("triton")
+    case = Case("matmul_all_reduce", "multimem", dtype, (70,) * size, 140, ((70,),) * size, biased=(True,))
+    world(size).run(exact, case, timeout=200)
+
+
+def rounded(group) -> tuple[bool, int]:
+    """Partials that are integers of bf16, whose sum is none, and a bias that it would take."""
+    rank, w, n = group.rank(), group.size(), 37
+    x = (torch.arange(5)[:, None] + rank + 250).bfloat16()  # 250 to 256: 8 bits
+    weight = torch.ones(n, 1, dtype=torch.bfloat16)
+    bias = (torch.arange(n) / 4).bfloat16()
+    got = fusedtp.matmul_all_reduce(x, weight, group, bias=bias, engine="multimem")
+    total = sum((torch.arange(5)[:, None] + r + 250).float() for r in range(w)).bfloat16()
+    return torch.equal(got, (total.float() + bias.float()).bfloat16()), communicator(group).engine_calls[
+        "matmul_all_reduce", "multimem"
+    ]
+
+
+def test_a_sum_is_rounded_and_then_the_bias_is_added():
+    pytest.importorskip("triton")
+    for right, calls in world(3).run(rounded, fresh=True):
+        assert right and calls == 1
+
+
+def others(group) -> dict[str, set[str]]:
+    """The engines of calls that ask for multimem."""
+    x, w = torch.ones(4, 8), torch.ones(6, 8)
+    fusedtp.all_gather_matmul(x, [w], group, engine="multimem")
+    fusedtp.matmul_reduce_scatter(x, w, group, engine="multimem")
+    fusedtp.matmul_all_reduce(x, w, group, engine="multimem")
+    rows, _offsets, handle = fusedtp.moe_dispatch(
+        x, torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1), 3, group, engine="multimem"
+    )
+    fusedtp.moe_combine(rows, handle)
+    return {name: set(by) for name, by in engines.calls(communicator(group)).items()}
+
+
+def test_other_operations_of_a_model_that_asks_for_it_run_the_fused_kernels():
+    pytest.importorskip("triton")
+    for found in world(3).run(others, fresh=True):
+        assert found.pop("matmul_all_reduce") == {"multimem"}
+        assert {"all_gather_matmul", "matmul_reduce_scatter", "moe_dispatch", "moe_combine"} <= set(found)
+        assert all(by == {"triton"} for by in found.values()), found
+
+
+def another(group) -> str:
+    engine = "multimem" if group.rank() == 1 else "triton"
+    try:
+        fusedtp.matmul_all_reduce(torch.ones(4, 8), torch.ones(6, 8), group, engine=engine)
+    except SignatureMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_with_another_engine_is_told():
+    pytest.importorskip("triton")
+    said = world(2).run(another, fresh=True)
+    assert all("engine" in each and "multimem" in each and "triton" in each for each in said), said
+
+
+def test_a_slot_has_rows_of_whole_accesses():
+    for dtype in NARROW:
+        assert multimem_slot_bytes(5, 33, dtype) == 5 * 48 * dtype.itemsize
+        assert multimem_slot_bytes(5, 32, dtype) == 5 * 32 * dtype.itemsize
+        assert multimem_slot_bytes(0, 33, dtype) == multimem_slot_bytes(5, 0, dtype) == 0
+
+
+def asked(device: str, dtype: torch.dtype = torch.bfloat16, **about) -> str:
+    return engines.choose(group(device, **about), "multimem", Rows((8, 8)), dtype).engine
+
+
+def test_gpus_need_a_switch_that_sums_and_ranks_that_share_one_do_not():
+    with machine():
+        with pytest.raises(ValueError, match=r"engine 'multimem' needs .*NVSwitch that sums.*use 'triton'"):
+            asked("cuda", switch=False)
+        assert asked("cuda") == asked("cuda", threads=True, switch=False) == "multimem"
+        assert routing.choose(group("cuda"), "multimem", torch.bfloat16).engine == "triton"
+
+
+def test_what_no_kernel_can_run_is_refused_by_its_name():
+    with machine(), pytest.raises(ValueError, match="engine 'multimem' takes fp32, fp16 and bf16"):
+        asked("cuda", torch.float64)
+    with machine(triton=False), pytest.raises(ValueError, match="engine 'multimem' needs the triton package"):
+        asked("cuda")
+    with machine(), pytest.raises(ValueError, match="engine 'multimem' on CPU tensors runs in Triton's interpreter"):
+        asked("cpu")
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("total, n", [(1, 1), (16, 4096), (300, 8192), (8192, 4096), (16384, 28672)])
+def test_every_thread_has_a_piece_and_every_sum_its_flag(total, n, dtype):
+    """Of what the kernel cannot check: pieces of 16 bytes in a tile, and flags of parts."""
+    flags = 2048
+    config = multimem_config(H100, dtype, total, n, flags)
+    rows = sum_rows(config, dtype)
+    assert rows * config.block_n * dtype.itemsize >= 16 * 32 * config.num_warps
+    assert rows & (rows - 1) == 0 and rows >= min(SUM_ROWS, config.block_m)
+    view = SimpleNamespace(flags_per_source=2 * flags)
+    x, w = torch.empty(total, 64, dtype=dtype, device="meta"), torch.empty(n, 64, dtype=dtype, device="meta")
+    args = prepare_multimem(view, 8, x, w, config, H100).args
+    chunks = -(-(-(-total // config.block_m) * -(-n // config.block_n)) // args["group"])
+    left = min(args["behind"], chunks)
+    assert chunks - left + left * args["parts"] <= flags and args["parts"] * args["height"] >= config.block_m
