@@ -45,7 +45,10 @@ from fusedtp.ops.launch.config import tiles
 from fusedtp.ops.matmul_all_reduce import (
     all_reduce_slot_bytes,
     is_one_shot,
+    multimem_config,
+    multimem_slot_bytes,
     plan_few_rows,
+    plan_multimem,
     plan_one_shot,
     plan_two_shot,
 )
@@ -67,7 +70,8 @@ from . import machine
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 OPERATIONS = (GATHER, SCATTER, REDUCE)
-PROGRAMS, ENGINE = "programs", "copy engine"
+PROGRAMS, ENGINE, SWITCH = "programs", "copy engine", "switch"
+TRANSPORTS = {GATHER: (PROGRAMS, ENGINE), SCATTER: (PROGRAMS,), REDUCE: (PROGRAMS, SWITCH)}
 SIGNATURE = 1
 
 
@@ -84,7 +88,8 @@ class Problem:
     widths      N of every weight, of this rank for a gather, of all for a reduction
     k           K of this rank
     config      None: as the launchers choose
-    transport   of a gather: PROGRAMS inside the kernel send, or the ENGINE copies chunk by chunk on its own stream
+    transport   of a gather: PROGRAMS inside the kernel send, or the ENGINE copies chunk by chunk on its own stream; of
+                an all-reduce: PROGRAMS send and sum, or the SWITCH sums (engine "multimem")
     order       of the engine's copies: "successor" (rank + 1 first) or "same" (all ranks begin with rank 0)
     pieces      copies of a shard to one peer; None: as many as its size is worth
     written     its flags are written by the stream, as others' kernels have it, and not copied
@@ -111,6 +116,8 @@ class Problem:
         """Whether the rows of all ranks are multiplied together."""
         if self.operation == GATHER:
             return self.transport == PROGRAMS and come_together(self.rows, self.dtype)
+        if self.transport == SWITCH:
+            return False
         one = self.operation == REDUCE and is_one_shot(self.tokens, self.widths[0], self.dtype)
         return not one and are_few(self.rows, self.widths[0], self.dtype)
 
@@ -129,6 +136,8 @@ class Problem:
         if self.few:
             flags = FLAGS_PER_SOURCE // (2 if self.operation == REDUCE else 1)
             return few_rows_config(machine, self.dtype, self.tokens, n, flags)
+        if self.transport == SWITCH:
+            return multimem_config(machine, self.dtype, self.tokens, n, FLAGS_PER_SOURCE // 2)
         flags, owners = FLAGS_PER_SOURCE, self.world_size
         if self.operation == REDUCE and not is_one_shot(self.tokens, n, self.dtype):
             flags = FLAGS_PER_SOURCE // 2
@@ -153,13 +162,15 @@ class Problem:
 
 
 class EmptyWorld(SimulatedWorld):
-    """A workspace of W ranks whose slots are never touched, so that big ones cost no memory."""
+    """A workspace of W ranks whose slots are never touched, so that big ones cost no memory. All have a multicast
+    address, which nobody asks about."""
 
     def __init__(self, world_size: int, slot_bytes: int) -> None:
         super().__init__(world_size, 0, FLAGS_PER_SOURCE)
         self.slot_bytes = -(-slot_bytes // 16) * 16
         slots = (torch.empty(2 * self.slot_bytes, dtype=torch.uint8) for _ in range(world_size))
         self.data = Memory("slots", tuple(slots))
+        self.multicast = torch.zeros(1, dtype=torch.int64)
 
 
 def fused_run(problem: Problem, node: Node) -> Run:
@@ -167,13 +178,16 @@ def fused_run(problem: Problem, node: Node) -> Run:
     p, rows, w = problem, problem.rows, problem.world_size
     if p.operation not in OPERATIONS:
         raise ValueError(f"operation {p.operation!r}; known are {', '.join(OPERATIONS)}")
-    if p.transport not in (PROGRAMS, ENGINE) or (p.transport == ENGINE and p.operation != GATHER):
-        raise ValueError(f"transport {p.transport!r} of {p.operation}: the copy engine serves {GATHER} only")
+    if p.transport not in TRANSPORTS[p.operation]:
+        known = ", ".join(TRANSPORTS[p.operation])
+        raise ValueError(f"transport {p.transport!r} of {p.operation}: known are {known}")
     config, machine, n = p.chosen(node), machine_of(node), p.widths[0]
     if p.operation == GATHER:
         nbytes = gather_slot_bytes(rows, p.k, p.dtype)
     elif p.operation == SCATTER:
         nbytes = scatter_slot_bytes(rows, n, p.dtype)
+    elif p.transport == SWITCH:
+        nbytes = multimem_slot_bytes(p.tokens, n, p.dtype)
     else:
         nbytes = all_reduce_slot_bytes(p.tokens, n, w, p.dtype)
     world = EmptyWorld(w, nbytes)
@@ -194,6 +208,7 @@ def fused_run(problem: Problem, node: Node) -> Run:
         else:
             one = is_one_shot(p.tokens, n, p.dtype)
             plan = plan_one_shot if one else plan_few_rows if p.few else plan_two_shot
+            plan = plan_multimem if p.transport == SWITCH else plan
             planned, _ = plan(view, rank, w, x, weights[0], None, SIGNATURE, config, machine)
         mine: list[Work] = [launched(planned)]
         if p.transport == ENGINE:
@@ -330,12 +345,14 @@ def alternatives(problem: Problem, node: Node, compare: str) -> Iterator[tuple[s
     gather = problem.operation == GATHER
     if compare not in COMPARISONS:
         raise ValueError(f"comparison {compare!r}; known are {', '.join(COMPARISONS)}")
-    if compare == "transport" and not gather:
+    if compare == "transport" and len(TRANSPORTS[problem.operation]) == 1:
         raise ValueError(f"{problem.operation} has one transport: its programs store to the owner")
     yield "as launched", problem
     seen = {problem}
     for choice in COMPARISONS[1:-1] if compare == "all" else (compare,):
-        if (gather or choice != "transport") and not (gather and problem.few):  # there is one way to gather few rows
+        if (choice != "transport" or len(TRANSPORTS[problem.operation]) > 1) and not (
+            gather and problem.few
+        ):  # there is one way to gather few rows
             for name, other in _others(problem, node, choice):
                 if other not in seen:
                     yield name, other
@@ -354,7 +371,7 @@ def compared(problem: Problem, node: Node, compare: str) -> Iterator[tuple[str, 
 def _others(problem: Problem, node: Node, compare: str) -> Iterator[tuple[str, Problem]]:
     config, gather = problem.chosen(node), problem.operation == GATHER
     if compare == "transport":
-        other = PROGRAMS if problem.transport == ENGINE else ENGINE
+        (other,) = (each for each in TRANSPORTS[problem.operation] if each != problem.transport)
         yield other, replace(problem, transport=other, config=None)
     elif compare == "chunk":
         what = "rows" if gather else "tiles"
@@ -551,6 +568,7 @@ class Options:
     timeline    write what each program did as HTML, of the first row
     published   compare the model with published times instead; takes some minutes
     sizes       every operation at SIZES instead; takes some minutes
+    switch      of sizes: all-reduces alone, summed by the NVLink switch (engine "multimem")
     save        of sizes: write the table to this file
     against     of sizes: a file that was written so; its times stand beside
     """
@@ -566,6 +584,7 @@ class Options:
     timeline: Path | None = None
     published: bool = False
     sizes: bool = False
+    switch: bool = False
     save: Path | None = None
     against: Path | None = None
 
@@ -578,6 +597,8 @@ class Options:
             found.append(f"--tokens {self.tokens}: at least 1 is wanted")
         if self.tp < 2:
             found.append(f"--tp {self.tp}: at least 2 ranks are wanted")
+        if self.switch and not self.sizes:
+            found.append("--switch: of --sizes; --compare transport has it beside what is launched")
         if self.against is not None and not self.against.is_file():
             found.append(f"--against {self.against}: no such file")
         return found
@@ -656,8 +677,9 @@ def _all_sizes(options: Options, node: Node, console: Console, argv: list[str]) 
     for name in names:
         table.add_column(name, justify="left" if name in ("operation", "model") else "right")
     rows: dict[str, dict[str, float]] = {}
-    for operation, shape, tokens in track(list(itertools.product(OPERATIONS, *SIZES)), "simulated", console=console):
-        problem = model_problem(operation, shape, tokens, options.tp, dtype=DTYPES[options.dtype])
+    operations, transport = ((REDUCE,), SWITCH) if options.switch else (OPERATIONS, PROGRAMS)
+    for operation, shape, tokens in track(list(itertools.product(operations, *SIZES)), "simulated", console=console):
+        problem = model_problem(operation, shape, tokens, options.tp, dtype=DTYPES[options.dtype], transport=transport)
         got = measure(problem, node)
         times = {"product": got.matmul, "unfused": got.unfused, "fused": got.fused.total}
         key = f"{operation} {shape} {tokens}"

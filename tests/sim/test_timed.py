@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedtp.bench.timed import ENGINE, GATHER, REDUCE, SCATTER, Problem, machine_of
+from fusedtp.bench.timed import ENGINE, GATHER, REDUCE, SCATTER, SWITCH, Problem, machine_of
 from fusedtp.checks.lint import _view
 from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
-from fusedtp.ops.matmul_all_reduce import plan_few_rows, plan_one_shot, plan_two_shot
+from fusedtp.ops.matmul_all_reduce import plan_few_rows, plan_multimem, plan_one_shot, plan_two_shot
 from fusedtp.sim import Copy, Launch, Run, symmetric
 from fusedtp.sim.timed import Engine, load_node
 from fusedtp.sim.timed.share import Share
@@ -110,6 +110,29 @@ def test_an_all_reduce_is_predicted_with_the_configuration_that_is_launched(toke
     plan = {16: plan_one_shot, 100: plan_few_rows, 8192: plan_two_shot}[tokens]
     launched = plan(_view(w), 1, w, x, weight, None, 12345, None, machine_of(node))[0].config
     assert Problem(REDUCE, tokens, (n,), 64, w).chosen(node) == launched
+
+
+@pytest.mark.parametrize("tokens", [16, 100, 8192])
+def test_a_sum_by_the_switch_is_predicted_with_the_configuration_that_is_launched(tokens: int) -> None:
+    n, w, node = 4096, 8, load_node("h100")
+    x, weight = (torch.empty(extent, 64, dtype=torch.bfloat16, device="meta") for extent in (tokens, n))
+    launched = plan_multimem(_view(w), 1, w, x, weight, None, 12345, None, machine_of(node))[0].config
+    assert Problem(REDUCE, tokens, (n,), 64, w, transport=SWITCH).chosen(node) == launched
+
+
+@pytest.mark.parametrize("w, t, n", [(8, 512, 1024), (4, 1000, 520), (2, 64, 64)])
+def test_the_switch_takes_every_partial_once_and_gives_every_sum_once(w: int, t: int, n: int) -> None:
+    """Where only links take time: a rank's partials leave it, and the sums that it owns, and in come all sums."""
+    rate = 1e9
+    node = IDEAL.but(link_bandwidth=rate)
+    problem = Problem(REDUCE, t, (n,), 64, w, transport=SWITCH)
+    config = problem.chosen(node)
+    tiles = -(-t // config.block_m) * -(-n // config.block_n)
+    owned = -(-tiles // w) / tiles  # of the rank that owns most
+    least, took = 2 * t * n * (1 + owned) / rate, time(problem, node).total
+    assert least * (1 + 1 / w) / (1 + owned) * (1 - 1e-9) <= took <= least * 1.2
+    by_programs = time(Problem(REDUCE, t, (n,), 64, w), node).total
+    assert (by_programs > took) == (w > 2)
 
 
 @pytest.mark.parametrize("tokens, few", [(16, True), (512, True), (520, False)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from fusedtp.bench import timed_exchange
 from fusedtp.bench.timed import (
     COMPARISONS,
     GATHER,
+    REDUCE,
     SCATTER,
+    SWITCH,
     Problem,
     alternatives,
     collective_time,
@@ -81,10 +84,10 @@ def test_a_damaged_machine_lists_all_its_faults() -> None:
 
 
 def test_all_comparisons_are_each_of_them_once() -> None:
-    for operation in (GATHER, SCATTER):
+    for operation in (GATHER, SCATTER, REDUCE):
         problem = Problem(operation, 512, (256,), 256, 4)
         every = [p for _, p in alternatives(problem, SMALL, "all")]
-        single = [c for c in COMPARISONS[1:-1] if operation == GATHER or c != "transport"]
+        single = [c for c in COMPARISONS[1:-1] if operation != SCATTER or c != "transport"]
         assert len(every) == len(set(every))
         assert set(every) == {p for c in single for _, p in alternatives(problem, SMALL, c)}
 
@@ -153,6 +156,13 @@ def test_all_sizes_stand_in_one_table_beside_those_of_before(
     assert json.loads(second.read_text())["rows"]["all_gather_matmul 256x128 16"]["before"] == 12345.0
     assert "before" in capsys.readouterr().out
     assert main([*given, "--against", str(tmp_path / "none.json")]) == 2
+    assert main([*given, "--switch", "--against", str(first), "--save", str(second)]) == 0
+    rows = json.loads(second.read_text())["rows"]
+    assert set(rows) == {f"matmul_all_reduce 256x128 {tokens}" for tokens in (16, 48)}
+    switched = measure(replace(problem, transport=SWITCH), load_node("h100")).fused.total
+    assert rows["matmul_all_reduce 256x128 48"]["fused"] == round(switched * 1e6, 1)
+    assert rows["matmul_all_reduce 256x128 48"]["before"] == row["fused"]
+    assert main(["--tp", "2", "--switch"]) == 2
 
 
 def test_an_exchange_sends_what_its_routing_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 LOAD, STORE, DOT, STALL = "load", "store", "dot", "stall"
+SUM, SPREAD = "sum", "spread"  # by a switch
 
 
 class Entry(NamedTuple):
-    """what   LOAD or STORE of `amount` bytes in the memory of rank `where`; DOT of `amount` operations in dtype
-    `where`; STALL, `amount` loads that nothing hid
+    """what   LOAD or STORE of `amount` bytes in the memory of rank `where`; SUM of as many over all ranks' memories, or
+    SPREAD of them to all; DOT of `amount` operations in dtype `where`; STALL, `amount` loads that nothing hid
     key    first address and extent of a load, by which the cache knows it again"""
 
     what: str
@@ -36,13 +37,20 @@ class Account:
             self.entries.append(Entry(LOAD, rank, nbytes, key))
             self._waiting = True
 
-    def store(self, rank: int, nbytes: int) -> None:
+    def sum(self, nbytes: int) -> None:
+        """A load by a multicast address."""
+        if nbytes:
+            self.entries.append(Entry(SUM, "", nbytes))
+            self._waiting = True
+
+    def store(self, rank: int | None, nbytes: int) -> None:
+        """In the memory of a rank; None: by a multicast address, in all."""
         if self._products and self._flush is not None:
             self._flush()
         self._stall()
         self._pipelined = False
         if nbytes:
-            self.entries.append(Entry(STORE, rank, nbytes))
+            self.entries.append(Entry(SPREAD, "", nbytes) if rank is None else Entry(STORE, rank, nbytes))
 
     def dot(self, dtype: str, flops: int) -> None:
         """The compiler's pipeline hides the loads of a loop of products, all but the first."""

@@ -8,6 +8,7 @@ keeps it in a register, or it comes with the atomics, whose latency is counted.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Protocol
@@ -181,6 +182,23 @@ class Language(Shapes):
             addresses = np.broadcast_to(pointer.dense(), shape)[keep].tolist()
             self._runtime.write(addresses, numpy_type, values[keep].tolist())
         return None
+
+    def inline_asm_elementwise(self, asm: str, constraints: str, args: Sequence[Any], *_: Any, **__: Any) -> Any:
+        """Of PTX only multimem counts, whose last argument says which lanes take part. It gives a word a lane.
+
+        Time stands still for a kernel that reads the clock, so no wait gives up.
+        """
+        found = re.search(r"multimem\.(ld_reduce|st)\.\S*?v(\d)\.\w*?(16x2|32)\b", asm)
+        if found is None:
+            return 0
+        mask = args[-1]
+        lanes = int(np.count_nonzero(mask.dense())) if isinstance(mask, Tile) else int(mask)
+        nbytes, unknown = 4 * int(found[2]) * lanes, Tile(mask.shape, self._tl.int32, known=False)
+        if found[1] == "st":
+            self._runtime.account.store(None, nbytes)
+            return unknown
+        self._runtime.account.sum(nbytes)
+        return (unknown,) * constraints.count("=")
 
     def dot(self, a: Tile, b: Tile, acc: Any = None, input_precision: Any = None, **_: Any) -> Tile:
         *batch, m, k = a.shape

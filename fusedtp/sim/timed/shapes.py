@@ -166,10 +166,6 @@ class Shapes:
     def static_assert(self, condition: bool, message: str = "") -> None:
         assert condition, message
 
-    def inline_asm_elementwise(self, *_: Any, **__: Any) -> int:
-        """Such as a clock: time stands still for a kernel, so no wait gives up."""
-        return 0
-
 
 def _left_out(*values: Any, **_: Any) -> Any:
     """A function of floating point data."""

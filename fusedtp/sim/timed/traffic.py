@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..faults import UnsupportedKernel
-from .account import DOT, STALL, STORE, Entry
+from .account import DOT, SPREAD, STALL, STORE, SUM, Entry
 from .actor import Gpu
 from .node import Node
 from .share import Share
@@ -20,6 +20,8 @@ class Cost:
     missed      bytes of loads from the own memory that the cache does not have
     loaded      bytes from other ranks' memories, by rank
     stored      bytes to all ranks' memories, by rank
+    summed      bytes that a switch sums over all ranks' memories
+    spread      bytes that a switch writes to all
     """
 
     alone: float = 0.0
@@ -27,14 +29,19 @@ class Cost:
     missed: int = 0
     loaded: Counter[int] = field(default_factory=Counter)
     stored: Counter[int] = field(default_factory=Counter)
+    summed: int = 0
+    spread: int = 0
 
     def away(self, rank: int) -> bool:
         """Whether anything goes over a link."""
-        return any(other != rank for other in (*self.loaded, *self.stored))
+        return self.summed + self.spread > 0 or any(other != rank for other in (*self.loaded, *self.stored))
 
 
 class Traffic:
-    """Knows the node and what its GPUs share; counts products by rank and bytes by (source, destination)."""
+    """Knows the node and what its GPUs share; counts products by rank, and bytes by (source, destination).
+
+    A switch that sums is not among the destinations.
+    """
 
     def __init__(self, node: Node, gpus: Sequence[Gpu]) -> None:
         self._node, self._gpus = node, gpus
@@ -52,15 +59,19 @@ class Traffic:
                 stalls += amount
             else:
                 moved += amount
-                owner = int(where)
+                owner = int(where or 0)
                 if what == STORE:
                     cost.stored[owner] += amount
+                elif what == SUM:
+                    cost.summed += amount
+                elif what == SPREAD:
+                    cost.spread += amount
                 elif owner != rank:
                     cost.loaded[owner] += amount
                 else:
                     assert key is not None
                     cost.missed += gpu.missed(key, amount)
-        latency = 2 * node.link_latency if cost.loaded else node.memory_latency
+        latency = 2 * node.link_latency if cost.loaded or cost.summed else node.memory_latency
         cost.alone = stalls * latency + max(cost.products, moved / node.sm_bandwidth)
         return cost
 
@@ -81,6 +92,11 @@ class Traffic:
         for owner, nbytes in cost.loaded.items():
             for share in (self._gpus[owner].memory, *self._link(owner, rank, nbytes)):
                 yield share, nbytes
+        if cost.summed:  # every memory gives its bytes to the switch, which hands on their sum
+            yield self._gpus[rank].ingress, cost.summed
+            for gpu in self._gpus:
+                yield gpu.memory, cost.summed
+                yield gpu.egress, cost.summed
 
     def stores(self, rank: int, cost: Cost) -> Iterator[tuple[Share, int, float]]:
         """Transfers that leave with the segment, and the latency until each has landed."""
@@ -88,6 +104,11 @@ class Traffic:
             latency = self._node.link_latency if owner != rank else 0.0
             for share in (self._gpus[owner].memory, *self._link(rank, owner, nbytes)):
                 yield share, nbytes, latency
+        if cost.spread:
+            yield self._gpus[rank].egress, cost.spread, self._node.link_latency
+            for gpu in self._gpus:
+                yield gpu.memory, cost.spread, self._node.link_latency
+                yield gpu.ingress, cost.spread, self._node.link_latency
 
     def copy(self, rank: int, source: int, to: int, nbytes: int) -> list[Share]:
         """What a copy by this rank's engines goes through."""
