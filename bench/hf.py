@@ -57,7 +57,7 @@ class Options:
     """About how long the samples take together."""
     ranks: int = 2
     """World size."""
-    engine: Literal["auto", "chunked", "collective", "triton"] = "auto"
+    engine: Literal["auto", "chunked", "collective", "triton", "multimem"] = "auto"
     """The engine of ours and nn."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Default: cuda if there is a GPU for each rank."""

@@ -23,9 +23,10 @@ ENGINES = (
     "chunked",
     "triton",
     "triton-copy",
+    "multimem",
     "collective",
     "auto",
-)  # triton-copy: copies carry a gather's rows
+)  # triton-copy: copies carry a gather's rows; multimem: a switch sums an all-reduce
 DTYPES = ("float32", "float16", "bfloat16")
 WHERE = {  # shapes, tokens, tp, dtype, engine
     "cuda": (

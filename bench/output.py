@@ -28,6 +28,7 @@ COLUMNS = (
     "note",
 )
 
+OURS = tuple(f"fusedtp {engine}" for engine in ("chunked", "triton", "triton-copy", "multimem", "auto"))
 ABOVE_ROOF = " !"  # after a share that cannot be
 
 
@@ -254,7 +255,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, Lines]:
             if "+" in engine or engine.endswith("collective"):
                 unfused |= {t: min(ms, unfused.get(t, ms)) for t, ms in line}
         for engine, line in engines.items():
-            if engine in ("fusedtp chunked", "fusedtp triton", "fusedtp triton-copy", "fusedtp auto") and unfused:
+            if engine in OURS and unfused:
                 found.setdefault(title, {})[engine] = [(t, unfused[t] / ms) for t, ms in line if t in unfused]
     return found
 

@@ -14,6 +14,7 @@ from .rows import FAILED, Row
 from .sample import Rotating, Spread, Way
 
 Function = Callable[..., Any]
+NO_SWITCH = "no switch sums what these GPUs hold"
 INTERPRETED = "engine triton is interpreted on a CPU: its time says nothing"
 
 
@@ -36,7 +37,8 @@ class Ways:
     def add_engine(self, engine: str, function: Function) -> None:
         """One of ours, but for a kernel that only Triton's interpreter would run."""
         on_cpu = self.rank.device.type == "cpu"
-        interpreted = engine.startswith("triton") and on_cpu and not (self.rank.plan.smoke and interpreting())
+        kernels = engine in ("triton", "triton-copy", "multimem")
+        interpreted = kernels and on_cpu and not (self.rank.plan.smoke and interpreting())
         self.add(f"fusedtp {engine}", None if interpreted else function, INTERPRETED)
 
     def prepare(

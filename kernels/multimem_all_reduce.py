@@ -11,15 +11,15 @@ Chunk c is `group` consecutive tiles, and rank c % W owns it. All ranks multiply
 
     rank 1 of 4     products of   0  1  2  3  4  5  6  7  8  9 10 11          into the own slot
                     sums of                      1           5        9       by the switch, into all slots
-                    copies of                             0  1  2  3 ...      into y, with the bias
+                    copies of                             0  1  2  3 ...      into y
 
 A program that has multiplied chunk c sums, if it is this rank's, the one `behind` chunks before, and copies the one as
 many before that. Sums and copies that are left at the end are work of their own, and these sums are cut into parts. All
 is handed out in that order (Note [Tickets] in signals.py): a chunk is waited for only after it was taken, and a program
 that waits has published what it stored. So one resident program a rank is enough.
 
-A sum takes the place of the partials, which only the owner reads. The switch rounds it to the element, and y is rounded
-again if there is a bias. All ranks have the same bits, since one rank stores a sum for all.
+A sum takes the place of the partials, which only the owner reads. The switch rounds it to the element, and that is y;
+so the bias is in the partial of rank 0. All ranks have the same bits, since one rank stores a sum for all.
 """
 
 import triton
@@ -28,7 +28,7 @@ import triton.language as tl
 from . import multimem, signals
 from .epilogue import add_bias
 from .matmul_reduce_scatter import part_of_rows, part_of_tile, partial_tile
-from .tiles import cdiv, grouped, inline, narrow, widen
+from .tiles import cdiv, grouped, inline, narrow
 
 
 @inline
@@ -96,14 +96,6 @@ def multimem_all_reduce_kernel(
     while ticket < chunks + left + chunks - copied:
         summed, part, rows_of_part, copy = -1, 0, BLOCK_M, -1
         if ticket < chunks:
-            summed = tl.where((ticket - behind) % world == rank, ticket - behind, -1)
-            copy = ticket - 2 * behind
-        elif ticket < chunks + left:
-            turn = ticket - chunks
-            summed, part, rows_of_part = (begun + turn // parts) * world + rank, turn % parts, height
-        else:
-            copy = copied + ticket - chunks - left
-        if ticket < chunks:
             chunk = ticket
             for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
                 row, col = grouped(tile, num_rows, num_cols, GROUP)
@@ -128,11 +120,21 @@ def multimem_all_reduce_kernel(
                     TMA,
                     X_TMA,
                     ACROSS,
-                    element,
+                    tl.float32,
                 )
+                if bias is not None:
+                    if rank == 0:  # a branch: with a mask for it the sums of a large tile do not fit the registers
+                        value = add_bias(value, bias, cols, cols < N)
                 at = rows.to(tl.int64)[:, None] * stride + cols[None, :]
-                tl.store(slot + at, value, mask=(rows < M)[:, None] & (cols < stride)[None, :])
+                tl.store(slot + at, narrow(value, element), mask=(rows < M)[:, None] & (cols < stride)[None, :])
             signals.publish(peers, chunk % world, chunk)
+            summed = tl.where((ticket - behind) % world == rank, ticket - behind, -1)
+            copy = ticket - 2 * behind
+        elif ticket < chunks + left:
+            turn = ticket - chunks
+            summed, part, rows_of_part = (begun + turn // parts) * world + rank, turn % parts, height
+        else:
+            copy = copied + ticket - chunks - left
         if summed >= 0:
             chunk = summed
             signals.wait_chunk_of_all(peers, chunk)
@@ -154,10 +156,7 @@ def multimem_all_reduce_kernel(
                 for first in range(row * BLOCK_M, last, PART_M):
                     at, mask, cols = part_of_tile(first, last, col, N, PART_M, BLOCK_N)
                     begin_of_row = (first + tl.arange(0, PART_M)).to(tl.int64) * stride
-                    value = tl.load(slot + begin_of_row[:, None] + cols[None, :], mask=mask)
-                    if bias is not None:
-                        value = narrow(add_bias(widen(value).to(tl.float32), bias, cols, cols < N), element)
-                    tl.store(y + at, value, mask=mask)
+                    tl.store(y + at, tl.load(slot + begin_of_row[:, None] + cols[None, :], mask=mask), mask=mask)
         ticket = signals.take(peers, signals.TILE)
     if tl.program_id(0) == 0:
         signals.wait_all_arrivals(peers)

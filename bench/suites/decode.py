@@ -31,11 +31,12 @@ from ..rivals import matmul
 from ..rows import Row
 from ..sample import Spread, interleave
 from ..shapes import layers, model_of
-from ..ways import INTERPRETED, Ways
+from ..ways import INTERPRETED, NO_SWITCH, Ways
 
 SUITE = "decode"
 TOKENS, SMOKE_TOKENS = (1, 16, 64), (2,)
-GRAPHS = ("fusedtp triton",)  # and the group's collectives; what exchanges on the host cannot be captured
+# and the group's collectives; what exchanges on the host cannot be captured
+GRAPHS = ("fusedtp triton", "fusedtp multimem")
 AllReduce = Callable[[Tensor, Tensor], Tensor]  # (x [T, K], w [N, K]) -> [T, N], summed over ranks
 
 
@@ -124,8 +125,10 @@ def measure(rank: Rank, case: Case) -> list[Row]:
 
     for engine in rank.plan.engines:
         name = f"fusedtp {engine}"
-        if engine == "triton" and rank.device.type == "cpu":
+        if engine in ("triton", "multimem") and rank.device.type == "cpu":
             ways.add(name, None, INTERPRETED)
+        elif engine == "multimem" and rank.world != "virtual" and not comm.has_switch:
+            ways.add(name, None, NO_SWITCH)
         elif engine != "triton-copy":  # of a gather
             add(name, _ours(group, engine), name in GRAPHS)
     hand, why = rivals.by_hand(group, rank.device)

@@ -354,8 +354,8 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
     else:
         ways.add(by_hand, None, "a virtual world has no process group")
     for engine in rank.plan.engines:
-        if engine == "triton-copy" or (engine == "chunked" and rank.device.type == "cuda"):
-            continue  # of a gather alone; of a CPU alone
+        if engine in ("triton-copy", "multimem") or (engine == "chunked" and rank.device.type == "cuda"):
+            continue  # of a gather, of an all-reduce; of a CPU alone
         if engine == "triton" and rank.device.type == "cpu":
             ways.add("fusedtp triton", None, INTERPRETED)
             continue

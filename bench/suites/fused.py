@@ -34,7 +34,7 @@ from ..options import Plan
 from ..rank import Rank
 from ..rivals import matmul
 from ..rows import Row
-from ..ways import Function, Ways
+from ..ways import NO_SWITCH, Function, Ways
 
 MATMUL, OURS_ALONE = "matmul alone", "communication alone: ours"
 ARRIVED, PLAIN = "fusedtp triton, data there", "plain Triton matmul"
@@ -74,7 +74,7 @@ class Parts:
     def __init__(self, rank: Rank, case: Case) -> None:
         comm, example = rank.comm, case.example
         assert comm is not None
-        self.rank, self.case, self.factors = rank, case, example.factors
+        self.rank, self.case, self.factors, self.has_switch = rank, case, example.factors, comm.has_switch
         self.rows, self.own = Rows(split(case.tokens, case.tp)), case.tokens // case.tp
         self.gathers = example.moves == "gather"
         self.sampled, self.want = errors.sampled(case.tokens), None
@@ -182,6 +182,10 @@ def measure(rank: Rank, case: Case) -> list[Row]:
     for engine in rank.plan.engines:
         if engine == "triton-copy" and not parts.gathers:
             ways.absent[f"fusedtp {engine}"] = "copies carry the rows of a gather only"
+        elif engine == "multimem" and case.operation != "matmul_all_reduce":
+            ways.absent[f"fusedtp {engine}"] = "a switch sums an all-reduce only"
+        elif engine == "multimem" and rank.world != "virtual" and not parts.has_switch:
+            ways.absent[f"fusedtp {engine}"] = NO_SWITCH
         else:
             ways.add_engine(engine, case.call(rank, engine))
     ours, is_wrong = [f"fusedtp {engine}" for engine in rank.plan.engines], None

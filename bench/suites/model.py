@@ -280,8 +280,8 @@ def measure_block(rank: Rank, case: Case) -> list[Row]:
         ways.add("torch.compile", *rivals.compiled(plain, rank.device, rank.plan.compile))
     else:
         for engine in rank.plan.engines:
-            if engine == "triton-copy":
-                continue  # of one operation, not of a layer
+            if engine in ("triton-copy", "multimem"):
+                continue  # of one operation, not of a layer; of a layer without sequence parallelism
             block = None
             if engine != "triton" or rank.device.type != "cpu":
                 block = parallelize(_block(case, case.dtype, rank.device), rank.mesh, engine=engine)

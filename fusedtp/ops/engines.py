@@ -20,6 +20,7 @@ from .measured import kind_of
 from .rows import Rows
 
 ENGINES = ("auto", "collective", "chunked", "triton", "multimem")
+SWITCHED: list[str] = []  # operations that have an engine "multimem"; each enters itself
 BY_COPY = "triton-copy"  # the fused gather of more than few rows by the copy engine, whatever a table says
 
 # Below this many rows a GPU spends longer on flags than it hides; until a crossover table measured on the machine
@@ -67,6 +68,8 @@ def choose(
         if engine != "auto" and engine != "collective":
             warnings.warn(f"engine {engine!r} falls back to 'collective': {reason}", stacklevel=4)
         return Choice("collective", reason)
+    if engine == "multimem" and operation not in SWITCHED:  # of a model that asks for it
+        engine = "triton"
     if engine in ("triton", "multimem"):
         check_triton(comm, dtype, engine)
     if engine == "multimem" and not comm.world.shares_process and comm.device.type == "cuda" and not comm.has_switch:

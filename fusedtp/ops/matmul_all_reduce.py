@@ -59,7 +59,7 @@ from .rows import Rows, split
 from .shards import gather_rows
 
 TWO_SHOT_BYTES = 1 << 20  # chunked: from this size on an all-reduce is a reduce-scatter and an all-gather
-SUM_ROWS = 32  # of a tile, that the switch sums at once
+SUM_ROWS = 64  # of a tile, that the switch sums at once
 PART_ROWS = 16  # at least, in a part of a sum that is left at the end
 ONE_SHOT_BYTES = 1 << 17  # triton: of one partial; beyond it W copies of everything cost more than a second hop
 
@@ -84,8 +84,8 @@ def matmul_all_reduce(
 
     A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
 
-    "multimem" needs GPUs of sm_90 behind a switch that sums. It sums in an order of its own, and rounds twice where
-    there is a bias: the sum and y. Ranks that share a GPU, or are without one, run its kernel without a switch.
+    "multimem" needs GPUs of sm_90 behind a switch that sums, in an order of its own; the bias is in the partial of rank
+    0, before it is rounded. Ranks that share a GPU, or are without one, run its kernel without a switch.
 
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.

@@ -52,6 +52,7 @@ from fusedtp.comm import Call, Communicator, Place, Signature, communicator, reg
 from fusedtp.comm.device_view import clock_of, peers_of
 
 from . import engines
+from .engines import SWITCHED
 from .measured import FUSED, GENERATION
 from .rows import Rows
 
@@ -245,6 +246,8 @@ class Operation:
         OPERATIONS[name] = self
         if self.choose is _choose_fused:
             FUSED.append(name)
+        if "multimem" in engines:
+            SWITCHED.append(name)
 
     def _split(self, function: Engine) -> Engine:
         n = self.num_operands
@@ -308,9 +311,7 @@ class Operation:
 
 
 def _choose_fused(name: str, comm: Communicator, spec: Spec, rows: Rows, shared: Shared) -> engines.Choice:
-    """`multimem` is an engine of all-reduces; other operations of a model that asks for it run `triton`."""
-    other = spec.engine == "multimem" and spec.engine not in OPERATIONS[name].engines
-    return engines.choose(comm, "triton" if other else spec.engine, rows, shared.dtype, name, shared.features)
+    return engines.choose(comm, spec.engine, rows, shared.dtype, name, shared.features)
 
 
 def _choose_mover(name: str, comm: Communicator, spec: Spec, rows: Rows, shared: Shared) -> engines.Choice:

@@ -37,7 +37,7 @@ def parallelize(
     """Split the model over the ranks of a mesh, in place, and return it. Collective.
 
         mesh                a 1-D DeviceMesh such as mesh["tp"], or a VirtualGroup
-        engine              auto, collective, chunked or triton; see fusedtp.explain
+        engine              auto, collective, chunked, triton or multimem; see fusedtp.explain
         sequence_parallel   tokens are split between layers too, [T_r, H]; else they are whole on every rank
         plan                module name -> style, instead of the model's tp_plan; a model without any gets one that is
                             inferred from what its modules do, see infer.py

@@ -86,7 +86,7 @@ class Style(ParallelStyle):
 class FusedStyle(Style):
     """Options of the layers that communicate.
 
-    engine                auto, collective, chunked or triton; see fusedtp.explain
+    engine                auto, collective, chunked, triton or multimem; see fusedtp.explain
     sequence_parallel     False: activations between layers are whole on every rank, [T, H]
     dim                   0: tokens are [T_r, H]; 1: [B, S_r, H]
     sizes                 every rank's tokens, if they are not equal

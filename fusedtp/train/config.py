@@ -290,7 +290,7 @@ class ParallelOptions:
     """Of those, ranks that share each expert."""
     sequence_parallel: bool = True
     """Shard the tokens between the sharded matmuls too."""
-    engine: Literal["auto", "collective", "chunked", "triton"] = "auto"
+    engine: Literal["auto", "collective", "chunked", "triton", "multimem"] = "auto"
     """Implementation of the fused operations."""
     elastic: bool = False
     """Under a torchrun of few to many nodes: dp follows the ranks that are there, --accumulate makes up for those that

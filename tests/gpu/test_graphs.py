@@ -43,13 +43,16 @@ class Calls:
         return list(fusedtp.all_gather_matmul(self.x, [self.up], self.group, engine="triton"))
 
     def every(self) -> list[Tensor]:
-        """Five operations: an odd number."""
+        """Seven operations: an odd number."""
         gathered = self.gather()
         wgrad = fusedtp.all_gather_wgrad(self.x, [self.dy], self.group, engine="triton")
         scattered = fusedtp.matmul_reduce_scatter(self.full, self.down, self.group, engine="triton")
         small = fusedtp.matmul_all_reduce(self.full[:8], self.down, self.group, engine="triton")
         again = fusedtp.matmul_all_reduce(self.full, self.up, self.group, engine="triton")
-        return [*gathered, *wgrad, scattered, small, again]
+        switched = [
+            fusedtp.matmul_all_reduce(x, self.up, self.group, engine="multimem") for x in (self.full[:8], self.full)
+        ]
+        return [*gathered, *wgrad, scattered, small, again, *switched]
 
 
 def captured(group: VirtualGroup, fn, warm: bool = True) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
@@ -82,7 +85,7 @@ def replays(which: str, between: str, group: VirtualGroup) -> None:
     """
     fusedtp.reserve(group, 1 << 22)
     calls = Calls(group)
-    fn = {"one": calls.gather, "five": calls.every}[which]
+    fn = {"one": calls.gather, "every": calls.every}[which]
 
     def other(number: int) -> None:
         if between == "eager" and number % 3:
@@ -113,7 +116,7 @@ def replays(which: str, between: str, group: VirtualGroup) -> None:
     fusedtp.check(group)
 
 
-@pytest.mark.parametrize("which", ["one", "five"])
+@pytest.mark.parametrize("which", ["one", "every"])
 @pytest.mark.parametrize("between", ["nothing", "eager", "other kernels", "chunked"])
 def test_a_thousand_replays_equal_eager_calls(which, between):
     VirtualWorld(W, device="cuda").run(partial(replays, which, between))

@@ -44,6 +44,13 @@ def test_the_kernels_equal_the_formula(data):
     _run(data.draw(cases(engine="triton", dtypes=KERNEL_DTYPES, rows=300, width=200, features=400)))
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_the_kernel_of_the_switch_equals_the_formula_where_there_is_none(data):
+    how = dict(engine="multimem", operation="matmul_all_reduce", dtypes=KERNEL_DTYPES)
+    _run(data.draw(cases(**how, rows=300, width=200, features=400)))
+
+
 @pytest.mark.parametrize("engine", ["collective", "chunked"])
 @settings(max_examples=20, deadline=None)
 @given(st.data())

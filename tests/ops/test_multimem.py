@@ -20,8 +20,9 @@ from tests.harness import world
 from tests.ops.test_engines import group, machine
 from tests.properties.cases import Case
 from tests.properties.covering import COVERING, covered, on
-from tests.properties.laws import exact
+from tests.properties.laws import errors, exact, repeated, with_nan_and_inf
 from tests.properties.strategies import cases
+from tests.properties.test_numerics import a_case, together
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 H100 = Machine("cuda", 132, 227 << 10, capability=90)
@@ -48,20 +49,42 @@ def test_several_tiles_and_steps_equal_the_formula(dtype, size):
     world(size).run(exact, case, timeout=200)
 
 
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_random_inputs_have_errors_within_their_bounds(dtype):
+    pytest.importorskip("triton")
+    case = a_case("matmul_all_reduce", "multimem", dtype, 3)
+    for name, (ratio, worst) in together(world(3).run(errors, case)).items():
+        assert worst <= 1 and (dtype == torch.float32 or ratio <= 2), f"{name}: {worst}, {ratio}"
+    world(3).run(repeated, case, 3, 0.01)
+
+
+@settings(max_examples=10)
+@given(
+    case=cases(
+        engine="multimem", operation="matmul_all_reduce", dtypes=NARROW, world_sizes=(2, 3), rows=8, width=12,
+        features=20,
+    )
+)  # fmt: skip
+def test_nan_and_inf_come_out_as_plain_torch_gives_them(case):
+    pytest.importorskip("triton")
+    world(case.world_size).run(with_nan_and_inf, case, 0.03)
+
+
 def rounded(group) -> tuple[bool, int]:
-    """Partials that are integers of bf16, whose sum is none, and a bias that it would take."""
+    """Whether bits are those of partials rounded to bf16, the first with the bias, and of their sum rounded once."""
     rank, w, n = group.rank(), group.size(), 37
-    x = (torch.arange(5)[:, None] + rank + 250).bfloat16()  # 250 to 256: 8 bits
-    weight = torch.ones(n, 1, dtype=torch.bfloat16)
-    bias = (torch.arange(n) / 4).bfloat16()
-    got = fusedtp.matmul_all_reduce(x, weight, group, bias=bias, engine="multimem")
-    total = sum((torch.arange(5)[:, None] + r + 250).float() for r in range(w)).bfloat16()
-    return torch.equal(got, (total.float() + bias.float()).bfloat16()), communicator(group).engine_calls[
-        "matmul_all_reduce", "multimem"
-    ]
+    x = (torch.arange(5)[:, None] + 250).bfloat16()  # of 8 bits
+    weights = [(torch.arange(n)[:, None] + r + 1).bfloat16() for r in range(w)]
+    bias = (torch.arange(n) * 0.75).bfloat16()
+    got = fusedtp.matmul_all_reduce(x, weights[rank], group, bias=bias, engine="multimem")
+    partials = [x.float() @ weight.float().T for weight in weights]
+    partials[0] += bias.float()
+    want = sum(partial.bfloat16().float() for partial in partials).bfloat16()
+    calls = communicator(group).engine_calls["matmul_all_reduce", "multimem"]
+    return torch.equal(got, want), calls
 
 
-def test_a_sum_is_rounded_and_then_the_bias_is_added():
+def test_the_bias_is_in_the_partial_of_the_first_rank():
     pytest.importorskip("triton")
     for right, calls in world(3).run(rounded, fresh=True):
         assert right and calls == 1
@@ -111,7 +134,7 @@ def test_a_slot_has_rows_of_whole_accesses():
 
 
 def asked(device: str, dtype: torch.dtype = torch.bfloat16, **about) -> str:
-    return engines.choose(group(device, **about), "multimem", Rows((8, 8)), dtype).engine
+    return engines.choose(group(device, **about), "multimem", Rows((8, 8)), dtype, "matmul_all_reduce").engine
 
 
 def test_gpus_need_a_switch_that_sums_and_ranks_that_share_one_do_not():
