@@ -528,7 +528,7 @@ NOT_MODELLED = (
     "jitter: programs do the same at the same time, so their stores come in bursts",
     "how well a kernel is compiled: one rate stands for all tile shapes, limited by what an SM can fetch",
     "the cache, but for what began to be loaded recently",
-    "topology inside of switches, congestion, multicast, reduction in the switch",
+    "topology inside of switches, congestion, how much a switch sums or copies at once",
     "a library's collective apart from its rings; its kernels beside others",
     "the way back of a store: a release waits until its stores have landed, not until the sender knows it",
     "more than one program on an SM, host time but for latencies, other kernels",

@@ -96,6 +96,18 @@ def test_the_table_of_dispatches_with_products_is_that_of_the_predicted_results(
         assert f"| {key.removeprefix('gated ')} | {before[key]['us']:.0f}, {row['us']:.0f} |" in text
 
 
+def test_the_table_of_the_switch_is_that_of_the_predicted_results():
+    """Beside what programs of the kernels sum, as --against has it."""
+    text, folder = (ROOT / "docs" / "timed-schedule.md").read_text(), ROOT / "bench" / "results" / "predicted"
+    result, other = (json.loads((folder / f"h100{which}.json").read_text())["rows"] for which in ("-switch", ""))
+    assert len(result) == 12
+    for key, row in result.items():
+        operation, model, tokens = key.split()
+        assert operation == "matmul_all_reduce" and row["before"] == other[key]["fused"]
+        name = model.removeprefix("llama3-").upper()
+        assert f"| {name}, {tokens} | {row['before']:.0f} | {row['fused']:.0f} |" in text, key
+
+
 def test_the_small_table_of_the_readme_has_rows_of_the_saved_result():
     result, text = saved_result(), (ROOT / "README.md").read_text()
     assert markdown.machine(result) in text
