@@ -3,7 +3,7 @@
 world       device   region
 processes   CPU      memfd, mapped by every peer through /proc/PID/fd: no name, no limit as /dev/shm has in
                      containers, and nothing left behind, also after SIGKILL
-processes   CUDA     torch's symmetric memory (NVLink, IPC or fabric handles)
+processes   CUDA     torch's symmetric memory (NVLink; file descriptors, or fabric handles between hosts)
 virtual     any      plain tensors of one process
 """
 

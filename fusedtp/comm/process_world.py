@@ -34,6 +34,8 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 EXIT_SECONDS = 0.05
+FABRIC_SINCE = (2, 9)  # torch's symmetric memory passes fabric handles
+FABRIC_HANDLE, FABRIC_BYTES, FABRIC_COMPLETE = 8, 64, 3  # of CUmemAllocationHandleType; NVML_GPU_FABRIC_STATE_COMPLETED
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of CUdevice_P2PAttribute
 TEMP_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # torch's for sockets, in order
 
@@ -77,29 +79,52 @@ class ProcessWorld:
         """Why this group cannot share memory, the same answer on all ranks; None if it can. Watches the peers.
 
         CPU ranks open each other's memory through /proc and must be told when a peer dies. GPU ranks need neither: that
-        they share a host is enough, and a peer is watched where it can be.
+        they share a host, or an NVLink network of several (GB200 NVL72), is enough, and a peer is watched where it can
+        be.
         """
         on_cpu = self.device.type == "cpu"
         hosts = self.exchange((host_identity(), pid_namespace(), os.getpid()))
-        if len({host for host, _, _ in hosts}) > 1:
-            return "the group spans hosts"
+        here, own_namespace, _ = hosts[self.rank]
+        several = len({host for host, _, _ in hosts}) > 1
+        if several:
+            apart = "the group spans hosts" if on_cpu else self._domain_fault()
+            if apart is not None:
+                return apart
         if on_cpu and len({namespace for _, namespace, _ in hosts}) > 1:
             return "the group spans PID namespaces"
         fault = ""
-        for p, (_, namespace, pid) in enumerate(hosts):
+        for p, (host, namespace, pid) in enumerate(hosts):
             try:
-                if p != self.rank and namespace == pid_namespace():
+                if p != self.rank and (host, namespace) == (here, own_namespace):
                     self._pidfds[p] = os.pidfd_open(pid)
             except OSError as error:
                 fault = f"cannot watch process {pid}: {error}"
         weakref.finalize(self, _close_all, list(self._pidfds.values()))
         if on_cpu:
             return first_fault(self.exchange(fault))
-        if len({namespace for _, namespace, _ in hosts}) > 1:
+        if not several and len({namespace for _, namespace, _ in hosts}) > 1:
             unreachable = self._handles_fault([pid for _, _, pid in hosts])
             if unreachable is not None:
                 return unreachable
         return self._gpu_fault()
+
+    def _domain_fault(self) -> str | None:
+        """GPU ranks on several hosts: why no NVLink network connects their GPUs, or torch would not map memory over it.
+
+        torch passes fabric handles where a GPU makes them, which this asks for first: where one does not, torch would
+        pass file descriptors, through sockets of this host.
+        """
+        try:
+            domain, fault = nvlink_domain(self.device.index), ""
+        except (OSError, AttributeError) as error:  # no driver, or one that knows nothing of it
+            domain, fault = "", f"rank {self.rank}: {error}"
+        if version() < FABRIC_SINCE:
+            fault = f"torch {torch.__version__} does not share memory between hosts"
+        told = self.exchange((domain, fault))
+        found = first_fault([each for _, each in told])
+        if found is None and len({each for each, _ in told}) > 1:
+            found = "their GPUs are of several NVLink domains"
+        return None if found is None else f"the group spans hosts: {found}"
 
     def _handles_fault(self, pids: Sequence[int]) -> str | None:
         """GPU ranks in several PID namespaces: torch sends memory handles to the sockets TMPDIR/symm_mem-PID.
@@ -252,6 +277,72 @@ def native_atomics(index: int, there: int) -> bool:
     if code != 0:
         raise OSError(f"cuDeviceGetP2PAttribute({index}, {there}) gives CUresult {code}")
     return bool(found.value)
+
+
+class _FabricInfo(ctypes.Structure):
+    """nvmlGpuFabricInfo_t."""
+
+    _fields_ = (
+        ("cluster", ctypes.c_ubyte * 16),
+        ("status", ctypes.c_int),
+        ("clique", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
+    )
+
+
+class _Allocation(ctypes.Structure):
+    """CUmemAllocationProp, of pinned memory of a GPU."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handles", ctypes.c_int),
+        ("place", ctypes.c_int),
+        ("index", ctypes.c_int),
+        ("attributes", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+def nvlink_domain(index: int) -> str:
+    """Which NVLink network of several hosts GPU `index` is in: equal on GPUs that can map each other's memory over it.
+
+    Raises OSError that says why it is in none, or cannot pass on its memory: a fabric handle is made to see, since a
+    host without an IMEX channel is refused one whatever the driver says of the GPU.
+    """
+
+    def done(code: int, what: str) -> None:
+        if code != 0:
+            raise OSError(f"{what} gives {code}")
+
+    nvml, gpu, info = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), _FabricInfo()
+    done(nvml.nvmlInit_v2(), "nvmlInit_v2")
+    try:
+        uuid = f"GPU-{gpu_uuid(index).removeprefix('GPU-')}".encode()
+        done(nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(gpu)), "nvmlDeviceGetHandleByUUID")
+        done(nvml.nvmlDeviceGetGpuFabricInfo(gpu, ctypes.byref(info)), "nvmlDeviceGetGpuFabricInfo")
+    finally:
+        nvml.nvmlShutdown()
+    if info.state != FABRIC_COMPLETE or info.status != 0 or not any(info.cluster):
+        raise OSError(f"GPU {index} is in no NVLink network of several hosts")
+    driver, size, memory = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t(), ctypes.c_ulonglong()
+    wanted = _Allocation(1, FABRIC_HANDLE, 1, index)
+    given, handle = ctypes.byref(wanted), ctypes.create_string_buffer(FABRIC_BYTES)
+    done(driver.cuMemGetAllocationGranularity(ctypes.byref(size), given, 0), "cuMemGetAllocationGranularity")
+    done(
+        driver.cuMemCreate(ctypes.byref(memory), size, given, ctypes.c_ulonglong(0)), "cuMemCreate for a fabric handle"
+    )
+    try:
+        code = driver.cuMemExportToShareableHandle(handle, memory, FABRIC_HANDLE, ctypes.c_ulonglong(0))
+        done(code, "cuMemExportToShareableHandle")
+    finally:
+        driver.cuMemRelease(memory)
+    return f"{bytes(info.cluster).hex()} {info.clique}"
+
+
+def version() -> tuple[int, int]:
+    """torch's."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def first_fault(faults: Sequence[str]) -> str | None:

@@ -41,7 +41,7 @@ FIELDS = (
     "max_rows",
     "comm_dtype",
 )
-MAX_SIZES = 64
+MAX_SIZES = 72
 CALL_AT = NAME_WORDS  # the first field
 SIZES_AT = NAME_WORDS + len(FIELDS)
 NUM_WORDS = SIZES_AT + MAX_SIZES

@@ -448,10 +448,9 @@ def plan_few_rows(*given: Any) -> tuple[Launch, Tensor]:
     return _planned(prepare_few, *given)
 
 
-def plan_multimem(view: Any, *given: Any) -> tuple[Launch, Tensor]:
+def plan_multimem(*given: Any) -> tuple[Launch, Tensor]:
     """The whole launch by the switch, likewise."""
-    launch, y = _planned(prepare_multimem, view, *given)
-    return launch.given({"multicast": view.multicast}), y
+    return _planned(prepare_multimem, *given)
 
 
 def _planned(
@@ -469,4 +468,7 @@ def _planned(
     launch = prepare(view, world_size, x, weight, config, machine)
     y = x.new_empty(x.shape[0], weight.shape[0])
     peers = peers_of(view, rank, world_size, sig, machine.clock)
-    return launch.given(pointers(launch, peers, [x], [weight], bias, y)), y
+    given = pointers(launch, peers, [x], [weight], bias, y)
+    if prepare is prepare_multimem:
+        given["multicast"] = view.multicast
+    return launch.given(given), y

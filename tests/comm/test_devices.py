@@ -29,6 +29,9 @@ class Seen:
     pidfd: bool = True
     folder: str = "/tmp"
     pid: int = 0  # 0: its real one
+    host: str = "here"
+    domain: str = ""  # NVLink domain of several hosts; "": in none
+    torch: tuple[int, int] = (2, 11)
 
 
 def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | None]:
@@ -55,6 +58,12 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
         found._obj.value = seen.uuids[j] not in seen.not_atomic
         return 0
 
+    def domain(index: int) -> str:
+        assert index == seen.index
+        if not seen.domain:
+            raise OSError("in no NVLink network of several hosts")
+        return seen.domain
+
     def pidfd_open(pid: int) -> int:
         if not seen.pidfd:
             raise OSError("no pidfd here")
@@ -68,6 +77,9 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
         patch.object(torch.cuda, "can_device_access_peer", can_access),
         patch.object(process_world.ctypes, "CDLL", lambda _: SimpleNamespace(cuDeviceGetP2PAttribute=attribute)),
         patch.object(process_world, "pid_namespace", lambda: seen.namespace),
+        patch.object(process_world, "host_identity", lambda: seen.host),
+        patch.object(process_world, "nvlink_domain", domain),
+        patch.object(process_world, "version", lambda: seen.torch),
         patch.object(os, "pidfd_open", pidfd_open),
         patch.object(os, "getpid", lambda: seen.pid or own_pid),
         patch.dict(os.environ, TMPDIR=seen.folder),
@@ -135,6 +147,86 @@ def test_gpu_ranks_in_several_pid_namespaces_that_torch_s_handles_cannot_reach_s
             assert "one /tmp and different process ids" in str(fault) and variable is None
     here = Seen(("a",)), Seen(("b",), folder=str(tmp_path))
     assert outcomes(*here) == [(None, "1")] * 2, "in one namespace torch is left to its own means"
+
+
+def test_gpus_of_several_hosts_in_one_nvlink_domain_share_memory():
+    """As of GB200 NVL72: neither sockets nor process ids of one host are needed, and no peer's GPU is visible."""
+    one = Seen(("a",), host="x", domain="n 1", pid=7), Seen(("b",), host="y", domain="n 1", pid=7, folder="/none")
+    assert outcomes(*one) == [(None, "1")] * 2
+
+
+def test_gpus_of_several_hosts_that_nvlink_does_not_connect_say_so_on_all_ranks():
+    there = Seen(("a",), host="x", domain="n 1")
+    other = {
+        "several NVLink domains": Seen(("b",), host="y", domain="n 2"),
+        "rank 1: in no NVLink network of several hosts": Seen(("b",), host="y"),
+        "does not share memory between hosts": Seen(("b",), host="y", domain="n 1", torch=(2, 8)),
+    }
+    for words, seen in other.items():
+        told = {fault for fault, _ in outcomes(there, seen)}
+        (fault,) = told
+        assert str(fault).startswith("the group spans hosts: ") and words in str(fault)
+    assert {fault for fault, _ in outcomes(there, Seen(("b",), host="y"), device="cpu")} == {"the group spans hosts"}
+
+
+class Driver:
+    """libnvidia-ml and libcuda of a GPU in a cluster; `broken`: a function that gives 999."""
+
+    def __init__(self, broken: str = "", **info: object) -> None:
+        self.broken, self.info = broken, {"cluster": b"\1" * 16, "status": 0, "clique": 5, "state": 3, **info}
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str):
+        def call(*given) -> int:
+            self.calls.append(name)
+            if name == "nvmlDeviceGetHandleByUUID":
+                assert given[0] == b"GPU-a"
+            if name == "nvmlDeviceGetGpuFabricInfo":
+                found = given[1]._obj
+                found.cluster[:] = self.info["cluster"]
+                found.status, found.clique, found.state = (self.info[key] for key in ("status", "clique", "state"))
+            if name == "cuMemCreate":
+                wanted = given[2]._obj  # pinned, by a fabric handle, of GPU 2
+                assert (wanted.type, wanted.handles, wanted.place, wanted.index) == (1, 8, 1, 2)
+            if name == "cuMemExportToShareableHandle":
+                assert len(given[0]) == 64 and given[2] == 8
+            return 999 if name == self.broken else 0
+
+        return call
+
+
+def domain_by(driver: Driver) -> str:
+    with (
+        patch.object(process_world.ctypes, "CDLL", lambda _: driver),
+        patch.object(process_world, "gpu_uuid", lambda index: "a"),
+    ):
+        return process_world.nvlink_domain(2)
+
+
+def test_a_domain_is_a_cluster_and_a_clique_in_which_memory_can_be_passed_on():
+    driver = Driver()
+    assert domain_by(driver) == f"{'01' * 16} 5"
+    assert driver.calls.count("cuMemRelease") == driver.calls.count("nvmlShutdown") == 1
+    assert domain_by(Driver(clique=6)) != domain_by(driver)
+
+
+@pytest.mark.parametrize("info", [{"state": 2}, {"status": 10}, {"cluster": bytes(16)}])
+def test_a_gpu_whose_network_is_not_up_or_ends_at_its_host_is_in_no_domain(info):
+    """An H100 behind switches of its host reports a finished network, of no cluster."""
+    with pytest.raises(OSError, match="GPU 2 is in no NVLink network of several hosts"):
+        domain_by(Driver(**info))
+
+
+@pytest.mark.parametrize(
+    "broken", ["nvmlInit_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetGpuFabricInfo", "cuMemCreate",
+               "cuMemExportToShareableHandle"]
+)  # fmt: skip
+def test_what_the_driver_refuses_is_named_and_nothing_is_kept(broken):
+    driver = Driver(broken)
+    with pytest.raises(OSError, match=f"{broken}.* gives 999"):
+        domain_by(driver)
+    assert driver.calls.count("nvmlShutdown") == (broken != "nvmlInit_v2")
+    assert driver.calls.count("cuMemRelease") == (broken == "cuMemExportToShareableHandle")
 
 
 def watched(group, namespace: str) -> set[int]:
