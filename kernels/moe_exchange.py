@@ -27,15 +27,17 @@ are all in one place.
 
     combine    rows of one source         ->  by (expert, choice)       ->  a token's choices, one by one
 
-Programs 0 .. S-1 publish or send and never wait; the others receive: one resident program a rank is enough. A flag is
-set by the last program that has stored its share: Note [One flag of many programs] in signals.py.
+Programs 0 .. S-1, the first to start, publish or send before they receive, as the others do at once. Blocks are taken as
+programs become free (Note [Tickets] in signals.py), and one of those programs waits only when all that is sent has been
+taken and it has published its own; so one resident program a rank is enough. A flag is set by who has stored the last
+block of what it stands for: Note [One flag of many programs] there.
 """
 
 import triton
 import triton.language as tl
 
 from . import signals
-from .tiles import cdiv, copy_rows, dealt, inline, narrow, shard, to_int64, widen
+from .tiles import cdiv, copy_rows, inline, narrow, shard, to_int64, widen
 
 
 @inline
@@ -59,30 +61,6 @@ def overflows(peers, totals, max_rows):
 
 
 @inline
-def push_blocks(
-    x,
-    stride_xm,
-    stride_xk,
-    index,  # row of x for each row of the segment
-    out,  # of the segment in the receiver's slot, rows of K
-    count,
-    K,
-    columns,  # that are copied of each row, from where x and out point to
-    start,
-    mine,
-    programs,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Copy `mine` blocks of a segment's rows, every `programs`-th from `start` on."""
-    for step in range(mine):
-        at = (start + step * programs) * BLOCK_M + tl.arange(0, BLOCK_M)
-        inside = at < count
-        rows = tl.load(index + at, mask=inside, other=0).to(tl.int64)
-        copy_rows(x, rows, stride_xm, stride_xk, out, at.to(tl.int64), K, inside, columns, BLOCK_K)
-
-
-@inline
 def push_segments(
     peers,
     x,
@@ -93,46 +71,57 @@ def push_segments(
     places,  # [W]: where in each receiver's slot
     K,
     part_columns,
-    programs,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Send stage: program_id < programs copies blocks to rank + 1, ..., and to this rank last; part by part of columns.
+    """Send blocks until all are taken: to rank + 1, ..., and to this rank last; part by part of columns.
 
-    Flag p is part p of a segment, published when all programs have stored their blocks of it, and late, see Note [Late
-    publish] in matmul_reduce_scatter.py: a program counts itself out of a segment when it has stored of the next one.
+    Flag p is part p of a segment, published when all its blocks are stored, and late, see Note [Late publish] in
+    matmul_reduce_scatter.py: a program counts its blocks of a segment when it has stored of the next one.
     """
     world: tl.constexpr = peers.world_size
-    start = tl.program_id(0)
-    if start == 0:
+    if tl.program_id(0) == 0:
         signals.arrive(peers)
     stored = tl.full((), -1, tl.int32)  # part * world + receiver
+    held, blocks_of_stored = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    done = tl.full((), 0, tl.int32)  # blocks of the segments before
+    piece = signals.take(peers, signals.PUSH)
     for part in range(cdiv(K, part_columns)):
         first = part * part_columns
         columns = tl.minimum(part_columns, K - first)
         for step in range(1, world + 1):
             dst = (signals.rank_of(peers) + step) % world
             begin, count = segment(begins, dst)
-            out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
-            out = tl.multiple_of(out, 16) + to_int64(tl.load(places + dst)) * K + first
-            blocks = cdiv(count, BLOCK_M)
-            mine = dealt(start, blocks, programs)
-            push_blocks(
-                x + to_int64(first) * stride_xk, stride_xm, stride_xk, index + begin, out, count, K, columns, start,
-                mine, programs, BLOCK_M, BLOCK_K,
-            )  # fmt: skip
-            start += mine * programs - blocks
-            publish_stored(peers, stored, programs)
-            stored = part * world + dst
-    publish_stored(peers, stored, programs)
+            blocks = tl.maximum(cdiv(count, BLOCK_M), 1)  # an empty one is published, too
+            if piece < done + blocks:
+                out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
+                out = tl.multiple_of(out, 16) + to_int64(tl.load(places + dst)) * K + first
+                mine = tl.full((), 0, tl.int32)
+                while piece < done + blocks:
+                    at = (piece - done) * BLOCK_M + tl.arange(0, BLOCK_M)
+                    inside = at < count
+                    rows = tl.load(index + begin + at, mask=inside, other=0).to(tl.int64)
+                    copy_rows(
+                        x + to_int64(first) * stride_xk, rows, stride_xm, stride_xk, out, at.to(tl.int64), K, inside,
+                        columns, BLOCK_K,
+                    )  # fmt: skip
+                    mine += 1
+                    piece = signals.take(peers, signals.PUSH)
+                publish_stored(peers, stored, held, blocks_of_stored)
+                stored, held, blocks_of_stored = part * world + dst, mine, blocks
+            done += blocks
+    publish_stored(peers, stored, held, blocks_of_stored)
 
 
 @inline
-def publish_stored(peers, stored, programs):
-    """Count this program out of part * world + receiver, if there is one: -1 is none. The last one publishes it."""
+def publish_stored(peers, stored, held, blocks):
+    """Count this program's blocks of part * world + receiver, `held` of `blocks`, if there are some: -1 is none.
+
+    Who counts the last ones publishes.
+    """
     if stored >= 0:
         dst, part = stored % peers.world_size, stored // peers.world_size
-        if signals.complete(peers, dst, part, programs):
+        if signals.complete_pieces(peers, dst, part, held, blocks):
             signals.publish(peers, dst, part)
 
 
@@ -146,31 +135,35 @@ def publish_rows(
     stride_xm,
     stride_xk,
     K,
-    programs,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Publish stage: program_id < programs copies blocks of x to the own slot; flag 0, when all have.
+    """Copy blocks of x to the own slot until all are taken; flag 0, when all are stored.
 
     Nothing is copied where nothing is sent, as in most rounds of an exchange in rounds.
     """
-    pid = tl.program_id(0)
-    if pid == 0:
+    if tl.program_id(0) == 0:
         signals.arrive(peers)
     rank = signals.rank_of(peers)
     size, _offset = shard(sizes, rank, peers.world_size)
     count = tl.where(tl.load(begins + peers.world_size) > 0, size // choices_per_row, 0)
     out = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(x.dtype.element_ty)), 16)
-    for block in range(pid, cdiv(count, BLOCK_M), programs):
+    blocks = tl.maximum(cdiv(count, BLOCK_M), 1)
+    mine = tl.full((), 0, tl.int32)
+    block = signals.take(peers, signals.PUSH)
+    while block < blocks:
         at = block * BLOCK_M + tl.arange(0, BLOCK_M)
         rows = at.to(tl.int64)
         copy_rows(x, rows, stride_xm, stride_xk, out, rows, K, at < count, K, BLOCK_K)
-    if signals.complete(peers, 0, 0, programs):
-        signals.publish_to_all(peers, 0)
+        mine += 1
+        block = signals.take(peers, signals.PUSH)
+    if mine > 0:
+        if signals.complete_pieces(peers, 0, 0, mine, blocks):
+            signals.publish_to_all(peers, 0)
 
 
 @inline
-def pull_rows(
+def pull_block(
     x,  # of the source: its x, or its slot
     stride_xm,
     stride_xk,
@@ -180,20 +173,16 @@ def pull_rows(
     count,
     rows,
     K,
-    start,
-    mine,
-    programs,
+    block,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Copy `mine` blocks of the rows that are wanted of a source, from `start` on, to where they belong."""
-    for step in range(mine):
-        block = start + step * programs
-        at = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        inside = at < count
-        taken = tl.load(wanted + at, mask=inside, other=0) // choices_per_row
-        to = tl.load(arrivals + at, mask=inside, other=0).to(tl.int64)
-        copy_rows(x, taken.to(tl.int64), stride_xm, stride_xk, rows, to, K, inside, K, BLOCK_K)
+    """Copy a block of the rows that are wanted of a source to where they belong."""
+    at = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = at < count
+    taken = tl.load(wanted + at, mask=inside, other=0) // choices_per_row
+    to = tl.load(arrivals + at, mask=inside, other=0).to(tl.int64)
+    copy_rows(x, taken.to(tl.int64), stride_xm, stride_xk, rows, to, K, inside, K, BLOCK_K)
 
 
 @triton.jit(do_not_specialize=["choices_per_row", "max_rows", "send_programs"])
@@ -225,37 +214,36 @@ def moe_dispatch_kernel(
         return
     world: tl.constexpr = peers.world_size
     if tl.program_id(0) < send_programs:
-        publish_rows(
-            peers, sizes, begins, choices_per_row, x, stride_xm, stride_xk, K, send_programs, BLOCK_M, BLOCK_K
-        )  # fmt: skip
-    else:
-        rank = signals.rank_of(peers)
-        start = tl.program_id(0) - send_programs
-        programs = tl.num_programs(0) - send_programs
-        leader = start == 0
-        for step in range(world):
-            src = (rank + step) % world
-            _size, offset = shard(sizes, src, world)
-            wanted = orders + offset + tl.load(in_sources + src)
-            begin, count = segment(sources, src)
-            blocks = cdiv(count, PULL_M)
-            mine = dealt(start, blocks, programs)
-            if src == rank:
-                pull_rows(
-                    x, stride_xm, stride_xk, wanted, choices_per_row, arrivals + begin, count, rows, K, start, mine,
-                    programs, PULL_M, BLOCK_K,
+        publish_rows(peers, sizes, begins, choices_per_row, x, stride_xm, stride_xk, K, BLOCK_M, BLOCK_K)
+    rank = signals.rank_of(peers)
+    done = tl.full((), 0, tl.int32)  # blocks of the sources before
+    ticket = signals.take(peers, signals.TILE)
+    for step in range(world):
+        src = (rank + step) % world
+        _size, offset = shard(sizes, src, world)
+        wanted = orders + offset + tl.load(in_sources + src)
+        begin, count = segment(sources, src)
+        end = done + cdiv(count, PULL_M)
+        if src == rank:
+            while ticket < end:
+                pull_block(
+                    x, stride_xm, stride_xk, wanted, choices_per_row, arrivals + begin, count, rows, K, ticket - done,
+                    PULL_M, BLOCK_K,
                 )  # fmt: skip
-            else:
-                if mine > 0:
-                    signals.wait(peers, src, 0)
-                published = signals.slot(peers, src).to(tl.pointer_type(x.dtype.element_ty))
-                pull_rows(
+                ticket = signals.take(peers, signals.TILE)
+        else:
+            if ticket < end:
+                signals.wait(peers, src, 0)
+            published = signals.slot(peers, src).to(tl.pointer_type(x.dtype.element_ty))
+            while ticket < end:
+                pull_block(
                     tl.multiple_of(published, 16), to_int64(K), 1, wanted, choices_per_row, arrivals + begin, count,
-                    rows, K, start, mine, programs, PULL_M, BLOCK_K,
+                    rows, K, ticket - done, PULL_M, BLOCK_K,
                 )  # fmt: skip
-            start += mine * programs - blocks
-        if leader:
-            signals.wait_all_arrivals(peers)
+                ticket = signals.take(peers, signals.TILE)
+        done = end
+    if tl.program_id(0) == 0:
+        signals.wait_all_arrivals(peers)
     signals.leave(peers)
 
 
@@ -334,24 +322,25 @@ def moe_combine_kernel(
             places,
             N,
             part_columns,
-            send_programs,
             BLOCK_M,
             BLOCK_N,
         )
-    else:
-        rank = signals.rank_of(peers)
-        arrived = tl.load(begins + world)
-        pushed = signals.slot(peers, rank).to(tl.pointer_type(y.dtype.element_ty))
-        pushed = tl.multiple_of(pushed, 16)
-        start, programs = tl.program_id(0) - send_programs, tl.num_programs(0) - send_programs
-        for part in range(cdiv(N, part_columns)):
+    arrived = tl.load(begins + world)
+    pushed = signals.slot(peers, signals.rank_of(peers)).to(tl.pointer_type(y.dtype.element_ty))
+    pushed = tl.multiple_of(pushed, 16)
+    blocks = cdiv(T, BLOCK_M)
+    ticket = signals.take(peers, signals.TILE)
+    for part in range(cdiv(N, part_columns)):
+        if ticket < (part + 1) * blocks:
             signals.wait_chunk_of_all(peers, part)
-            first_col = part * part_columns
-            last_col = tl.minimum(first_col + part_columns, N)
+        first_col = part * part_columns
+        last_col = tl.minimum(first_col + part_columns, N)
+        while ticket < (part + 1) * blocks:
             sum_choices(
-                pushed, arrived, choices, weights, out, T, N, first_col, last_col, start, programs, TOP_K, BLOCK_M,
-                BLOCK_N,
+                pushed, arrived, choices, weights, out, T, N, first_col, last_col, ticket - part * blocks, blocks,
+                TOP_K, BLOCK_M, BLOCK_N,
             )  # fmt: skip
-        if start == 0:
-            signals.wait_all_arrivals(peers)
+            ticket = signals.take(peers, signals.TILE)
+    if tl.program_id(0) == 0:
+        signals.wait_all_arrivals(peers)
     signals.leave(peers)

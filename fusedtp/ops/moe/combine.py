@@ -4,7 +4,7 @@
     moe_matmul_combine    h [max_rows, K]  ->  out [T_r, N], the same of y = h @ w_e.T
 
 rank r, chunked     rows of expert 0 to their tokens' ranks | of expert 1 | ... | publish | wait for all | sum
-rank r, triton      some programs push rows, the others wait for all of them and sum (kernels/moe_exchange.py)
+rank r, triton      some programs push rows; all wait for all of them and sum (kernels/moe_exchange.py)
 rank r, triton,     tiles are stored where their rows belong as they get done; columns are cut into parts, and sums of
 with the matmul     the first begin while later ones are multiplied (kernels/moe_matmul_combine.py)
 
@@ -531,11 +531,11 @@ def prepare_combine(view: Any, y: Tensor, top_k: int, at: Exchange, config: Conf
 
 
 def returning(machine: Machine, y: Tensor) -> Config:
-    """A block of whole cache lines of a few rows; a quarter of the machine sends."""
+    """A block of whole cache lines of a few rows; half of the machine sends first."""
     if machine.clock == "host":
         senders, others = gather_programs(machine)
         return Config(64, 0, 256, send_programs=senders, other_programs=others)
-    senders = max(1, machine.programs // 4)
+    senders = max(1, machine.programs // 2)
     registers = ALL_REGISTERS if machine.clock == "cuda" else 0
     programs: dict[str, Any] = dict(send_programs=senders, other_programs=max(1, machine.programs - senders))
     return Config(8, 0, 2048 // max(2, y.element_size()), num_warps=4, max_registers=registers, **programs)

@@ -5,7 +5,7 @@
     moe_dispatch_gated    x [T_r, K]  ->  act(rows @ gate_e.T) * (rows @ up_e.T)
 
 rank r, chunked     copy x to the own slot | publish | own rows | wait r+1 | its rows for my experts | wait r+2 | ...
-rank r, triton      some programs publish x; the others read what they want of r+1, r+2, ... (kernels/moe_exchange.py)
+rank r, triton      some programs publish x; all read what they want of r+1, r+2, ... (kernels/moe_exchange.py)
 rank r, triton,     chunks of rows are pushed to their owners, expert by expert; an expert's tiles start when its rows
 with the matmul     have come (kernels/moe_dispatch_matmul.py)
 
@@ -694,7 +694,7 @@ def moving(machine: Machine, at: Exchange, x: Tensor, flags: int) -> Config:
 
 
 def pulling(machine: Machine, x: Tensor) -> Config:
-    """Of a dispatch: one large program for each multiprocessor of this rank, a quarter of them to publish.
+    """Of a dispatch: one large program for each multiprocessor of this rank, half of them publish first.
 
     Programs do not wait side by side, so that ranks which share a GPU have room for their other kernels; each has
     bytes enough on their way to keep memory busy, where rows are many.
@@ -703,7 +703,7 @@ def pulling(machine: Machine, x: Tensor) -> Config:
     if machine.clock == "host":
         senders, others = gather_programs(machine)
         return Config(64, 0, 256, send_programs=senders, other_programs=others)
-    senders = max(1, machine.programs // 4)
+    senders = max(1, machine.programs // 2)
     others = max(1, machine.programs - senders)
     columns = 2048 // max(2, itemsize)
     block_k = block(width, 1, columns)
@@ -721,7 +721,7 @@ def _published_at_once(x: Tensor, config: Config) -> int:
 
 
 def _pulled_at_once(at: Exchange, config: Config) -> int:
-    """Rows of a puller's block, unless pullers then had fewer than 16 blocks each, if rows are spread evenly."""
+    """Rows of a block that is pulled, unless there were fewer than 16 for each who does not publish, on average."""
     each = sum(at.sizes) * at.top_k // at.world_size // config.other_programs
     return block(each // 16, min(4, config.block_m), config.block_m)
 
