@@ -27,7 +27,7 @@ are all in one place.
 
     combine    rows of one source         ->  by (expert, choice)       ->  a token's choices, one by one
 
-Programs 0 .. S-1, the first to start, publish or send before they receive, as the others do at once. Blocks are taken as
+Programs 0 .. S-1, the first to start, publish or send before they receive, as others do at once. Blocks are taken as
 programs become free (Note [Tickets] in signals.py), and one of those programs waits only when all that is sent has been
 taken and it has published its own; so one resident program a rank is enough. A flag is set by who has stored the last
 block of what it stands for: Note [One flag of many programs] there.
