@@ -65,7 +65,7 @@ def choose(
         return Choice("local", "a group of one rank has nothing to communicate")
     if not comm.has_workspace:
         reason = f"no shared memory: {comm.fallback}"
-        if engine != "auto" and engine != "collective":
+        if engine not in ("auto", "collective"):
             warnings.warn(f"engine {engine!r} falls back to 'collective': {reason}", stacklevel=4)
         return Choice("collective", reason)
     if engine == "multimem" and operation not in SWITCHED:  # of a model that asks for it

@@ -7,7 +7,8 @@ copied     of gathers, the rows of one rank, of none, of all brought by copies b
 strangers  two ranks in calls of different signatures: each must notice, and say so rightly; and in calls of one
 overflow   of experts, more rows than there is room for: each must say so
 pipelined  16 bits, several steps over K in three stages; on sm_90 by TMA and wgmma
-switch     the first two calls with slots that a switch sums, where the kernel asks for one, on sm_90
+switch     with slots that a switch sums, where the kernel asks for one, on sm_90; and a call of it without rows
+           between two exchanges of experts, which read peers' slots
 fp8        of the kernels that multiply it, the first and the last call, on sm_90
 local      kernels of one rank in every variant, see checks/local.py
 """
@@ -89,8 +90,12 @@ def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
         if not only and name.startswith("all_gather"):
             brought = (1,), (), (), (0, 1, 2)
             yield called("copied", [replace(call, copied=by) for call, by in zip(calls(name), brought)], first)
-    if "multimem_all_reduce" in fused and only in ("", "sm_90"):
-        yield called("by a switch", calls("multimem_all_reduce")[::3], "sm_90", by_switch=True)
+    if "multimem_all_reduce" in fused:
+        first_call, _, empty, last_call = calls("multimem_all_reduce")
+        if only in ("", "sm_90"):
+            yield called("by a switch", [first_call, replace(last_call, tile=32)], "sm_90", by_switch=True)
+        exchange = calls("moe_dispatch")[0]
+        yield called("between exchanges", [exchange, empty, exchange], first)
     yield from (pipelined(name, target) for target in targets for name in fused)
     in_fp8 = [name for kernel in chosen for name in IN_FP8.get(kernel, ())]
     yield from wrapping if only else (called("calls", calls(name)[::3], "sm_90") for name in in_fp8)
@@ -139,7 +144,10 @@ def pipelined(name: str, target: str) -> Trial:
     made = [first, call, replace(call, k=32)]
     if name in ("all_gather_matmul", "few_rows_gather", "matmul_reduce_scatter"):
         made.append(replace(first, k=64, transposed=True))
-    if name in experts.OPERATIONS:  # tile after tile by one program, whose last step fills the first buffer
+    if name in (
+        *experts.OPERATIONS,
+        "multimem_all_reduce",
+    ):  # tile after tile by one program, whose last step fills the first buffer
         made.append(replace(first, k=96, programs=(1, 1)))
     return called("pipelined calls", made, target)
 
