@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul
 from fusedtp.ops.matmul_all_reduce import plan_few_rows, plan_multimem, plan_one_shot, plan_two_shot
 from fusedtp.sim import Copy, Launch, Run, symmetric
 from fusedtp.sim.timed import Engine, load_node
+from fusedtp.sim.timed.account import SPREAD, STALL, SUM, Entry
 from fusedtp.sim.timed.share import Share
 from fusedtp.sim.timed.timeline import COMPUTE
+from fusedtp.sim.timed.traffic import Cost, Traffic
 
 from . import timed_kernels as kernels
 from .timed_support import IDEAL, SMALL, time
@@ -133,6 +137,21 @@ def test_the_switch_takes_every_partial_once_and_gives_every_sum_once(w: int, t:
     assert least * (1 + 1 / w) / (1 + owned) * (1 - 1e-9) <= took <= least * 1.2
     by_programs = time(Problem(REDUCE, t, (n,), 64, w), node).total
     assert (by_programs > took) == (w > 2)
+
+
+def test_a_switch_asks_every_link_out_for_a_sum_and_takes_a_store_to_every_link_in() -> None:
+    """And every memory; of the rank that sums or stores one link, the other way."""
+    gpus = [SimpleNamespace(memory=f"memory {r}", egress=f"out {r}", ingress=f"in {r}") for r in range(3)]
+    traffic: Any = Traffic(SMALL, gpus)  # type: ignore[arg-type]
+    memories = {f"memory {r}": 7 for r in range(3)}
+    loads = list(traffic.loads(1, Cost(summed=7)))
+    assert len(loads) == 7 and dict(loads) == memories | {f"out {r}": 7 for r in range(3)} | {"in 1": 7}
+    stores = list(traffic.stores(1, Cost(spread=7)))
+    assert {latency for *_, latency in stores} == {SMALL.link_latency} and len(stores) == 7
+    assert {share: n for share, n, _ in stores} == memories | {f"in {r}": 7 for r in range(3)} | {"out 1": 7}
+    alone = [traffic.cost(1, [Entry(what, "", 7), Entry(STALL, "", 1)]) for what in (SUM, SPREAD)]
+    assert [each.alone >= 2 * SMALL.link_latency for each in alone] == [True, False]
+    assert all(each.away(1) for each in alone)
 
 
 @pytest.mark.parametrize("tokens, few", [(16, True), (512, True), (520, False)])
