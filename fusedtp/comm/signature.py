@@ -21,6 +21,7 @@ FAILED, REFUSED = (
     "refused",
 )  # what a rank publishes that raised in the middle of a call, or before it began
 ENGINES = ("collective", "chunked", "triton", "multimem")
+OF_KERNELS = ("triton", "multimem")  # a call is one kernel, which signals and counts it
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool,
           torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)  # fmt: skip
 COMM_DTYPES = ("", "fp8")  # how rows travel to their experts: as they are, or in another form

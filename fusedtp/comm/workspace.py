@@ -78,6 +78,7 @@ import math
 import os
 import threading
 import time
+import warnings
 from dataclasses import replace
 from sys import byteorder
 from typing import Any
@@ -93,7 +94,7 @@ from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch, TooM
 from .memory import Region, round_up
 from .process_world import ProcessWorld
 from .semaphore import LIBC
-from .signature import FAILED, REFUSED, Signature, compare, failure_words, operation_of, published_bytes
+from .signature import FAILED, OF_KERNELS, REFUSED, Signature, compare, failure_words, operation_of, published_bytes
 from .streams import SideStream, StreamOrder, finish, is_capturing
 from .virtual_world import ThreadWorld
 
@@ -289,6 +290,12 @@ class Workspace:
         slot = round_up(nbytes)
         with torch.inference_mode(False):
             self.data = self.world.allocate(2 * slot)
+        if self.control.multicast and not self.data.multicast and self.rank == 0:
+            warnings.warn(
+                f"group {self.world.name!r}: torch's symmetric memory has no multicast address for {2 * slot} bytes; "
+                "engine 'multimem' sums without the switch",
+                stacklevel=4,
+            )
         self.slot_bytes, self._view = slot, None
         self.views.clear()
         self.device_view()  # now: during capture its tables could not be copied to the device
@@ -390,7 +397,7 @@ class Workspace:
         """CUDA: Note [After a fused kernel]."""
         if call.signature.engine == "collective":
             return
-        fused = call.signature.engine == "triton"
+        fused = call.signature.engine in OF_KERNELS
         if not fused and (self._fused_last or self._in_graph):
             call.meet()
         self._fused_last = fused

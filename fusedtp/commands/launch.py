@@ -53,6 +53,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 
 from fusedtp.comm import PeerDied
+from fusedtp.comm.signature import OF_KERNELS
 from fusedtp.commands import elastic, runs
 from fusedtp.commands.build import build_stages, foreign_faults, shard_faults
 from fusedtp.commands.results import screen
@@ -151,8 +152,11 @@ def machine_faults(config: TrainConfig, dp: int, tp: int, ranks: int, local_rank
         found.append(f"{asked} are {pp * dp * tp} ranks, but {ranks} were started")
     if device == "cuda" and torch.cuda.device_count() < local_ranks:
         found.append(f"{local_ranks} ranks on a machine of {torch.cuda.device_count()} GPUs: use --device cpu or fewer")
-    if config.parallel.engine == "triton" and device == "cpu" and not interpreting():
-        found.append("--engine triton on CPU runs in Triton's interpreter: set TRITON_INTERPRET=1 in the environment")
+    engine = config.parallel.engine
+    if engine in OF_KERNELS and device == "cpu" and not interpreting():
+        found.append(
+            f"--engine {engine} on CPU runs in Triton's interpreter: set TRITON_INTERPRET=1 in the environment"
+        )
     if config.parallel.elastic:
         found += elastic.store_faults()
     found += text_faults(config.data.data) + folder_faults(config.run.folder)

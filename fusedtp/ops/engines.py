@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fusedtp.comm import Communicator
+from fusedtp.comm.signature import OF_KERNELS
 
 from . import measured
 from .measured import kind_of
@@ -68,13 +69,13 @@ def choose(
         if engine not in ("auto", "collective"):
             warnings.warn(f"engine {engine!r} falls back to 'collective': {reason}", stacklevel=4)
         return Choice("collective", reason)
+    if engine in OF_KERNELS:
+        check_triton(comm, dtype, engine)
     if engine == "multimem" and operation not in SWITCHED:  # of a model that asks for it
         engine = "triton"
-    if engine in ("triton", "multimem"):
-        check_triton(comm, dtype, engine)
     if engine == "multimem" and not comm.world.shares_process and comm.device.type == "cuda" and not comm.has_switch:
         raise ValueError(
-            "engine 'multimem' needs GPUs of compute capability 9.0 behind an NVSwitch that sums (NVLink SHARP): "
+            "engine 'multimem' needs GPUs of compute capability 9.0 or later behind an NVSwitch that sums (NVLink SHARP): "
             "torch's symmetric memory has no multicast address here; use 'triton'"
         )
     if engine != "auto":
@@ -112,7 +113,7 @@ def _default(comm: Communicator, rows: Rows, dtype: torch.dtype, why: str) -> Ch
 
 def tables(comm: Communicator, engine: str) -> int:
     """For the signature of a call: what this rank's launches are cut by, a table and how many programs run at once."""
-    if engine not in ("triton", "multimem"):
+    if engine not in OF_KERNELS:
         return 0
     from .launch import tuned
     from .launch.config import machine_of

@@ -6,6 +6,7 @@ two-shot    the same, each owner's rows apart: large ones (kernels/matmul_all_re
 multimem    an engine of its own: the NVLink switch sums (kernels/multimem_all_reduce.py)
 
 forward  y = sum over ranks of x @ w.T, in rank order, + b, rounded once; the same bits on every rank
+         (multimem: in the switch's order, b in the first partial)
 dgrad    dx = dy @ w, local
 wgrad    dw = dy.T @ x, local: dy is the same on all ranks
 saved    x and the weight
@@ -84,8 +85,9 @@ def matmul_all_reduce(
 
     A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
 
-    "multimem" needs GPUs of sm_90 behind a switch that sums, in an order of its own; the bias is in the partial of rank
-    0, before it is rounded. Ranks that share a GPU, or are without one, run its kernel without a switch.
+    "multimem" needs GPUs of sm_90 or later behind a switch that sums, in an order of its own; the bias is in the partial
+    of rank 0, before it is rounded, so with fp16 that may overflow where the sum does not. Ranks of a virtual world and
+    those without a GPU run its kernel without a switch.
 
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.

@@ -585,6 +585,8 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     found += [fault for part in parts for fault in part.faults()]
     if config.foreign.model is None:
         found += own_faults(config, dp, tp)
+    if config.run.determinism and config.parallel.engine == "multimem":
+        found.append("--determinism with --engine multimem: the order in which a switch sums is its own")
     if dp % (copies := max(1, config.parallel.dp_replicate)):
         found.append(f"--dp-replicate {copies} does not divide --dp {dp}")
     if config.parallel.param_dtype not in ("fp32", config.run.dtype):

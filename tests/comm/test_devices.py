@@ -60,6 +60,7 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
 
     def domain(index: int) -> str:
         assert index == seen.index
+        called("nvlink_domain")
         if not seen.domain:
             raise OSError("in no NVLink network of several hosts")
         return seen.domain
@@ -167,6 +168,12 @@ def test_gpus_of_several_hosts_that_nvlink_does_not_connect_say_so_on_all_ranks(
         (fault,) = told
         assert str(fault).startswith("the group spans hosts: ") and words in str(fault)
     assert {fault for fault, _ in outcomes(there, Seen(("b",), host="y"), device="cpu")} == {"the group spans hosts"}
+
+
+def test_whatever_a_rank_cannot_find_out_about_its_domain_is_told_to_all():
+    """Its peers wait for its answer."""
+    told = outcomes(Seen(("a",), host="x", domain="n 1"), Seen(("b",), host="y", domain="n 1", broken="nvlink_domain"))
+    assert {fault for fault, _ in told} == {"the group spans hosts: rank 1: nvlink_domain is broken"}
 
 
 class Driver:

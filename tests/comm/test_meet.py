@@ -1,12 +1,14 @@
 """Calls as GPUs make them: no signal of the host's, ranks meet by a kernel, here interpreted by several processes."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fusedtp
 from fusedtp.comm import Signature, VirtualWorld, communicator
+from fusedtp.comm.workspace import Workspace
 from tests.comm.test_workspace import FIELDS, gather, many_calls
 from tests.harness import world
 
@@ -46,12 +48,13 @@ def test_without_meeting_a_rank_reads_what_is_not_there_yet():
     assert any(world(2).run(many_calls_that_do_not, 4, 40, fresh=True))
 
 
-def after_a_fused_kernel(group) -> list[int]:
-    """Epochs after a fused call, a host-sequenced one, and another."""
+def after_fused_kernels(group, engines: tuple[str, ...]) -> list[int]:
+    """Epochs after a fused call by each engine, a host-sequenced one, and another."""
     comm, epochs = as_on_a_gpu(group), []
     fusedtp.reserve(group, 1 << 12)
     x = torch.ones(3, 4)
-    fusedtp.all_gather_matmul(x, [x], group, engine="triton")
+    for engine in engines:
+        fusedtp.matmul_all_reduce(x, x, group, engine=engine)
     for value in (None, 1.0, 2.0):
         if value is not None:
             assert gather(comm, value, (1,) * comm.world_size, 4).eq(value).all()
@@ -59,8 +62,22 @@ def after_a_fused_kernel(group) -> list[int]:
     return epochs
 
 
-def test_all_ranks_meet_once_more_after_a_fused_kernel():
-    assert world(2).run(after_a_fused_kernel, fresh=True) == [[1, 4, 6]] * 2
+@pytest.mark.parametrize("engines", [("triton",), ("multimem",), ("triton", "multimem"), ("multimem", "triton")])
+def test_all_ranks_meet_once_more_after_a_fused_kernel_and_not_before_one(engines):
+    n = len(engines)
+    assert world(2).run(after_fused_kernels, engines, fresh=True) == [[n, n + 3, n + 5]] * 2
+
+
+@pytest.mark.parametrize("engine, meets", [("chunked", True), ("triton", False), ("multimem", False)])
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_a_fused_call_needs_no_meeting_once_a_graph_counts_too(engine, meets, in_graph):
+    """Its kernel reads the number of the call from the device; the host no longer knows it."""
+    met: list[str] = []
+    call = SimpleNamespace(signature=SimpleNamespace(engine=engine), meet=lambda: met.append(engine))
+    workspace = SimpleNamespace(_fused_last=False, _in_graph=in_graph)
+    Workspace.order_fused(workspace, call)  # type: ignore[arg-type]
+    assert bool(met) == (meets and in_graph)
+    assert workspace._fused_last == (not meets)
 
 
 def disagree(group, odd_rank: int, collective: bool, grown: bool) -> tuple[str, str, float]:

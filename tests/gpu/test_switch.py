@@ -1,4 +1,7 @@
-"""All-reduces that the NVLink switch sums, a process and a GPU a rank: on machines that have such a switch."""
+"""All-reduces that the NVLink switch sums, a process and a GPU a rank: on machines that have such a switch.
+
+Whether its bits repeat from run to run nobody promises.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch.multiprocessing as mp
 import fusedtp
 from fusedtp.comm import communicator
 from tests.properties.cases import Case
-from tests.properties.laws import compare, errors, repeated
+from tests.properties.laws import compare, errors
 from tests.properties.test_numerics import a_case, together
 
 NAME = "matmul_all_reduce"
@@ -47,7 +50,6 @@ def _rank(rank: int, world_size: int, store: str) -> None:
             dist.all_gather_object(told, errors(group, case, device="cuda"), group=group)
             for name, (ratio, worst) in together(told).items():
                 assert worst <= 1 and (dtype == torch.float32 or ratio <= 2), f"{name}: {worst}, {ratio}"
-            repeated(group, case, 20, 0.002, device="cuda")
         torch.cuda.synchronize()
         fusedtp.check(group)
     finally:

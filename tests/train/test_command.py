@@ -116,10 +116,11 @@ def test_shards_are_cut_by_tensor_parallelism_first(capsys, tmp_path):
     assert launch.shard_faults(launch.parse(narrow), 2, 2) == []
 
 
-def test_an_engine_that_cannot_run_here_is_refused(capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize("engine", ["triton", "multimem"])
+def test_an_engine_that_cannot_run_here_is_refused(capsys, monkeypatch, tmp_path, engine):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    (found,) = errors_of(capsys, "--engine", "triton", "--device", "cpu", "--runs", str(tmp_path / "runs"))
-    assert "set TRITON_INTERPRET=1" in found
+    (found,) = errors_of(capsys, "--engine", engine, "--device", "cpu", "--runs", str(tmp_path / "runs"))
+    assert found.startswith(f"--engine {engine} on CPU") and "set TRITON_INTERPRET=1" in found
 
 
 def test_a_number_of_ranks_that_torchrun_did_not_start_is_refused(capsys, monkeypatch, tmp_path):

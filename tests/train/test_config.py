@@ -50,6 +50,12 @@ def test_faults_are_reported_together():
     assert len(found) == len(named)
 
 
+def test_sums_of_a_switch_are_not_deterministic():
+    (found,) = faults(parse(["--determinism", "--engine", "multimem"]), 1, 2)
+    assert found.startswith("--determinism with --engine multimem")
+    assert faults(parse(["--determinism", "--engine", "triton"]), 1, 2) == []
+
+
 def test_heads_that_do_not_divide_say_which_sizes_work():
     (found,) = faults(TrainConfig(ModelOptions(heads=4, kv_heads=2)), 1, 3)
     assert found.startswith("--tp 3 with 4 heads")

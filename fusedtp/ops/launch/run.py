@@ -48,9 +48,9 @@ def check_tensors(
     require_triton(x.device)
     longest = max(rows, *(n for t in (x, *others) if t is not None for n in t.shape))
     if longest > MOST:
-        raise ValueError(f"engine='triton' takes at most {MOST} rows or columns, not {longest}: use 'chunked'")
+        raise ValueError(f"the kernels take at most {MOST} rows or columns, not {longest}: use 'chunked'")
     if x.dtype not in dtypes:
-        raise ValueError(f"engine='triton' computes in {', '.join(map(str, dtypes))}, not in {x.dtype}")
+        raise ValueError(f"the kernels compute in {', '.join(map(str, dtypes))}, not in {x.dtype}")
     for other in others:
         if other is not None and (other.dtype != x.dtype or other.device != x.device):
             raise ValueError(f"got {other.dtype} on {other.device} beside {x.dtype} on {x.device}: one is wanted")

@@ -28,7 +28,7 @@ from fusedtp.comm import Communicator, Group, Place, alone, communicator, place,
 from fusedtp.comm.constant import constant_to_compiler
 from fusedtp.comm.device_view import odd, runs_kernels
 from fusedtp.comm.launching import Launch
-from fusedtp.comm.signature import COMM_DTYPES
+from fusedtp.comm.signature import COMM_DTYPES, OF_KERNELS
 from fusedtp.comm.streams import is_capturing
 
 from .. import engines
@@ -248,10 +248,9 @@ def choose(comm: Communicator, engine: str, dtype: torch.dtype) -> Choice:
         if runs_kernels(comm.device) and dtype in KERNEL_DTYPES:
             return Choice("triton", "kernels read on the device what goes where")
         return Choice("collective", f"no kernels for {dtype} on this device; the host waits to learn what goes where")
-    if engine == "multimem":  # an engine of all-reduces
-        engine = "triton"
-    if engine == "triton":
-        engines.check_triton(comm, dtype)
+    if engine in OF_KERNELS:
+        engines.check_triton(comm, dtype, engine)
+        engine = "triton"  # multimem is one of all-reduces
     elif engine == "chunked" and not on_cpu:
         raise ValueError("engine 'chunked' of a mixture of experts reads peers' memory on the host: CPU only")
     return Choice(engine, "asked for")
