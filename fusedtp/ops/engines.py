@@ -75,8 +75,8 @@ def choose(
         engine = "triton"
     if engine == "multimem" and not comm.world.shares_process and comm.device.type == "cuda" and not comm.has_switch:
         raise ValueError(
-            "engine 'multimem' needs GPUs of compute capability 9.0 or later behind an NVSwitch that sums (NVLink SHARP): "
-            "torch's symmetric memory has no multicast address here; use 'triton'"
+            "engine 'multimem' needs GPUs of compute capability 9.0 or later behind an NVSwitch that sums (NVLink "
+            "SHARP): torch's symmetric memory has no multicast address here; use 'triton'"
         )
     if engine != "auto":
         return Choice(engine, "asked for", _measured(comm, rows, dtype, operation, width).transport)

@@ -2,6 +2,7 @@
 
 import random
 import time
+import warnings
 
 import pytest
 import torch
@@ -176,3 +177,18 @@ def poison(group) -> bool:
 
 def test_poison_fills_every_rank_with_nan():
     assert world(2).run(poison) == [True, True]
+
+
+def grown_without_a_switch(group) -> list[str]:
+    workspace = communicator(group).workspace
+    workspace.control.multicast = 4096
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        workspace.grow(1 << 16)
+    return [str(each.message) for each in told]
+
+
+def test_slots_that_a_switch_does_not_reach_are_told_once():
+    """What multimem then does is right, and slower than was asked for."""
+    first, second = world(2).run(grown_without_a_switch, fresh=True)
+    assert len(first) == 1 and "no multicast address" in first[0] and second == []
