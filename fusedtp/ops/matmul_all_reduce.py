@@ -85,9 +85,9 @@ def matmul_all_reduce(
 
     A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
 
-    "multimem" needs GPUs of sm_90 or later behind a switch that sums, in an order of its own. The bias is in the partial
-    of rank 0 before it is rounded, so that in fp16 this may overflow where the sum does not. Ranks of a virtual world
-    and those without a GPU run its kernel without a switch.
+    "multimem" needs GPUs of sm_90 or later behind a switch that sums, in an order of its own. The bias is in rank 0's
+    partial before it is rounded, so that in fp16 this may overflow where the sum does not. Ranks of a virtual world and
+    those without a GPU run its kernel without a switch.
 
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
