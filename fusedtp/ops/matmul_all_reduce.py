@@ -181,24 +181,15 @@ def chunked(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 def triton(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """One launch, of the kernel for its size."""
-    comm, total, n = plan.comm, x.shape[0], weight.shape[0]
-    (x,), (weight,) = even_depth([x], [weight])
-    with plan.call() as call:
-        view = call.kernel_view()
-        key = layouts(x, weight)
-        launch = plan.launches.get(key)
-        if launch is None:
-            check(view, plan.slot_bytes, x, [weight, bias])
-            prepare = kernel_for(plan.rows, n, x.dtype)
-            launch = prepare(view, comm.world_size, x, weight, None, machine_for(view, x))
-            plan.launches[key] = launch
-        y = x.new_empty(total, n)
-        launch.run(view, x.device, None, pointers(launch, plan.peers(view), [x], [weight], bias, y))
-    return y
+    return _by_kernel(plan, False, x, weight, bias)
 
 
 def multimem(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """One launch, in which the switch sums."""
+    return _by_kernel(plan, True, x, weight, bias)
+
+
+def _by_kernel(plan: Plan, by_switch: bool, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     comm, total, n = plan.comm, x.shape[0], weight.shape[0]
     (x,), (weight,) = even_depth([x], [weight])
     with plan.call() as call:
@@ -207,11 +198,14 @@ def multimem(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [weight, bias])
-            launch = prepare_multimem(view, comm.world_size, x, weight, None, machine_for(view, x))
+            prepare = prepare_multimem if by_switch else kernel_for(plan.rows, n, x.dtype)
+            launch = prepare(view, comm.world_size, x, weight, None, machine_for(view, x))
             plan.launches[key] = launch
         y = x.new_empty(total, n)
         given = pointers(launch, plan.peers(view), [x], [weight], bias, y)
-        launch.run(view, x.device, None, given | {"multicast": view.multicast})
+        if by_switch:
+            given["multicast"] = view.multicast
+        launch.run(view, x.device, None, given)
     return y
 
 
