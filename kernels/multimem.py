@@ -70,33 +70,16 @@ def sum_slots(
         mask = ((rows < last)[:, None] & (cols < stride)[None, :]).to(tl.int32)
         slot = tl.load(multicast) + (tl.load(peers.epoch) & 1).to(tl.int64) * peers.slot_bytes
         at = slot + (rows[:, None] * stride + cols[None, :]) * (ELEMENT.primitive_bitwidth // 8)
-        if ELEMENT == tl.float32:
-            a, b, c, d = tl.inline_asm_elementwise(
-                LOAD_FP32,
-                "=r,=r,=r,=r,l,r",
-                [at, mask],
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-                is_pure=False,
-                pack=1,
-            )
-        elif ELEMENT == tl.bfloat16:
-            a, b, c, d = tl.inline_asm_elementwise(
-                LOAD_BF16,
-                "=r,=r,=r,=r,l,r",
-                [at, mask],
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-                is_pure=False,
-                pack=1,
-            )
-        else:
-            a, b, c, d = tl.inline_asm_elementwise(
-                LOAD_FP16,
-                "=r,=r,=r,=r,l,r",
-                [at, mask],
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-                is_pure=False,
-                pack=1,
-            )
+        LOAD: tl.constexpr = LOAD_FP32 if ELEMENT == tl.float32 else LOAD_BF16 if ELEMENT == tl.bfloat16 else LOAD_FP16
+        words = tl.inline_asm_elementwise(
+            LOAD,
+            "=r,=r,=r,=r,l,r",
+            [at, mask],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+        a, b, c, d = words
         tl.inline_asm_elementwise(
             STORE, "=r,l,r,r,r,r,r", [at, a, b, c, d, mask], dtype=tl.int32, is_pure=False, pack=1
         )
