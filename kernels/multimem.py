@@ -8,7 +8,7 @@ memory model. Beside the signal it wants a fence between what was stored by the 
 either side of the signal, of each thread that accesses.
 
 Note [Sums of the switch]: of 16-bit elements in fp32, rounded once to the element. In which order is the switch's
-affair, so fp32's last bit is as well.
+affair, and so are last bits.
 
 Note [One thread a piece]: if a tile has fewer pieces than a program has threads, several threads hold the same one.
 Triton's own stores are then done by one of them. Inline code is run by all, and a sum that takes the place of what it
@@ -25,8 +25,6 @@ import triton.language as tl
 
 from . import signals
 from .tiles import inline, narrow, widen
-
-BYTES = tl.constexpr(16)  # of an access by the multicast address
 
 # words $0 to $3, from address $4, if $5
 _LOAD = """{{
