@@ -108,6 +108,24 @@ def test_the_table_of_the_switch_is_that_of_the_predicted_results():
         assert f"| {name}, {tokens} | {row['before']:.0f} | {row['fused']:.0f} |" in text, key
 
 
+def test_the_table_of_experts_on_other_machines_is_that_of_the_saved_results():
+    text, cases = (ROOT / "docs" / "moe.md").read_text(), {}
+    for machine in ("amd-epyc-avx2", "intel-r-xeon-r-processor-avx512", "amd-epyc-avx512"):
+        of = cases[machine] = {}
+        for row in json.loads((ROOT / f"bench/results/{machine}-2-cores/moe.json").read_text())["rows"]:
+            key = row["dtype"], row["shape"]["F"], row["shape"]["skew"]
+            of.setdefault(key, {})[row["engine"].split(" + torch")[0]] = row["seconds"]["median"]
+    gloo, ours, alone = "gloo all_to_all", "fusedtp chunked", "experts alone"
+    older, xeon, first = cases.values()
+    for key, times in older.items():
+        cells = [f"{t[gloo] / t[ours]:.2f} ({t[gloo] / t[alone]:.2f})" for t in (times, xeon[key])]
+        assert f"| {' | '.join(map(str, key))} | {' | '.join(cells)} |" in text, key
+    gone = [[(t[gloo] - t[ours]) / (t[gloo] - t[alone]) for t in of.values()] for of in (first, xeon)]
+    median, other = (f"{statistics.median(each):.2f}" for each in gone)
+    ends = f"(at least {min(gone[1]):.2f}, at most {max(gone[1]):.2f})"
+    assert f"is that {median} is gone, and of the\nXeon's {other} {ends}" in text and len(xeon) == 12
+
+
 def test_the_small_table_of_the_readme_has_rows_of_the_saved_result():
     result, text = saved_result(), (ROOT / "README.md").read_text()
     assert markdown.machine(result) in text
