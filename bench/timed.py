@@ -162,8 +162,7 @@ class Problem:
 
 
 class EmptyWorld(SimulatedWorld):
-    """A workspace of W ranks whose slots are never touched, so that big ones cost no memory. All have a multicast
-    address, which nobody asks about."""
+    """A workspace of W ranks whose slots nobody touches, nor their multicast address: big ones cost no memory."""
 
     def __init__(self, world_size: int, slot_bytes: int) -> None:
         super().__init__(world_size, 0, FLAGS_PER_SOURCE)
@@ -350,9 +349,8 @@ def alternatives(problem: Problem, node: Node, compare: str) -> Iterator[tuple[s
     yield "as launched", problem
     seen = {problem}
     for choice in COMPARISONS[1:-1] if compare == "all" else (compare,):
-        if (choice != "transport" or len(TRANSPORTS[problem.operation]) > 1) and not (
-            gather and problem.few
-        ):  # there is one way to gather few rows
+        one_way = choice == "transport" and len(TRANSPORTS[problem.operation]) == 1
+        if not one_way and not (gather and problem.few):  # there is one way to gather few rows
             for name, other in _others(problem, node, choice):
                 if other not in seen:
                     yield name, other

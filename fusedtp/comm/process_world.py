@@ -118,7 +118,7 @@ class ProcessWorld:
             domain, fault = nvlink_domain(self.device.index), ""
         except Exception as error:  # all ranks are told, whatever it is
             domain, fault = "", f"rank {self.rank}: {error}"
-        if version() < FABRIC_SINCE:
+        if torch_version() < FABRIC_SINCE:
             fault = f"torch {torch.__version__} does not share memory between hosts"
         told = self.exchange((domain, fault))
         found = first_fault([each for _, each in told])
@@ -339,8 +339,8 @@ def nvlink_domain(index: int) -> str:
     return f"{bytes(info.cluster).hex()} {info.clique}"
 
 
-def version() -> tuple[int, int]:
-    """torch's."""
+def torch_version() -> tuple[int, int]:
+    """Major and minor."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 

@@ -80,7 +80,7 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
         patch.object(process_world, "pid_namespace", lambda: seen.namespace),
         patch.object(process_world, "host_identity", lambda: seen.host),
         patch.object(process_world, "nvlink_domain", domain),
-        patch.object(process_world, "version", lambda: seen.torch),
+        patch.object(process_world, "torch_version", lambda: seen.torch),
         patch.object(os, "pidfd_open", pidfd_open),
         patch.object(os, "getpid", lambda: seen.pid or own_pid),
         patch.dict(os.environ, TMPDIR=seen.folder),
