@@ -1,20 +1,25 @@
 """Local matmuls read their operands and nothing beside them."""
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedtp.ops.matmul import matmul, matmul_add, matmul_as, matmul_into
 
 
 @given(
-    st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(0, 3), st.booleans(),
+    st.integers(1, 40), st.integers(1, 140), st.integers(1, 40), st.integers(0, 3), st.booleans(),
     st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
 )  # fmt: skip
 @example(21, 7, 28, 1, False, torch.bfloat16)
+@example(31, 34, 16, 3, False, torch.bfloat16)
+@example(40, 126, 33, 1, False, torch.bfloat16)
 @example(256, 31, 128, 3, True, torch.bfloat16)
+@example(1, 31, 128, 3, True, torch.bfloat16)
 def test_what_stands_beside_an_operand_never_shows(m, k, n, gap, transposed, dtype):
-    """Ones, and NaN wherever they end: see Note [Odd K on CPU]. Sums of at most 41 ones are exact."""
+    """Ones, and NaN wherever they end: see Note [Steps of K on CPU]. All sums are exact in 16 bits."""
     rows, cols = (k, m) if transposed else (m, k)
     x = torch.full((rows + 1, cols + gap), torch.nan, dtype=dtype)[:rows, :cols].fill_(1)
     x = x.t() if transposed else x
@@ -28,11 +33,12 @@ def test_what_stands_beside_an_operand_never_shows(m, k, n, gap, transposed, dty
 
 @given(
     st.integers(1, 40),
-    st.integers(1, 40),
+    st.integers(1, 140),
     st.integers(1, 40),
     st.sampled_from([torch.bfloat16, torch.float16]),
 )
 @example(32, 37, 5, torch.bfloat16)
+@example(33, 34, 16, torch.bfloat16)
 def test_a_row_of_nan_stays_a_row(m, k, n, dtype):
     """Dense rows too: nobody's rows stand right behind those of an expert."""
     x = torch.cat([torch.ones(m, k, dtype=dtype), torch.full((2, k), torch.nan, dtype=dtype)])
@@ -40,12 +46,52 @@ def test_a_row_of_nan_stays_a_row(m, k, n, dtype):
     assert torch.equal(y[:m], torch.full((m, n), float(k), dtype=dtype)) and y[m:].isnan().all()
 
 
+class Depths(TorchDispatchMode):
+    """The K of each 16-bit matmul."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            x, y = args[-2:]
+            assert y.shape[0] == x.shape[1]
+            self.seen.append(x.shape[1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("k", "wanted"), [(0, 0), (1, 32), (32, 32), (33, 64), (64, 64), (100, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_are_multiplied_in_whole_steps(dtype, k, wanted, monkeypatch):
+    """As on a CPU with 16-bit instructions, whichever this one has; a transposed left operand is read as it lies."""
+    monkeypatch.setattr("fusedtp.ops.matmul._is_native", lambda dtype: True)
+    x, weight = torch.ones(5, k, dtype=dtype), torch.ones(3, k, dtype=dtype)
+    by_rows, by_columns = torch.ones(k, 5, dtype=dtype).t(), torch.ones(k, 3, dtype=dtype)
+    with Depths() as depths:
+        for y in (weight.t(), by_columns):
+            for bias in (None, torch.zeros(3, dtype=dtype)):
+                assert (matmul(x, y, bias) == k).all()
+            matmul_add(torch.zeros(5, 3, dtype=dtype), x, y)
+    assert depths.seen == [wanted] * 6
+    with Depths() as depths:
+        assert (matmul(by_rows, by_columns) == k).all()
+    assert depths.seen == [k]
+
+
+@pytest.mark.parametrize("native", [False, True])
 @settings(max_examples=25)
-@given(st.integers(0, 2200), st.integers(1, 5), st.sampled_from([torch.bfloat16, torch.float16]))
-@example(767, 3, torch.bfloat16)
-@example(769, 3, torch.bfloat16)
-def test_every_row_of_operands_that_are_widened_in_blocks(m, n, dtype):
-    """An odd K is widened on every CPU. Neighbouring rows differ."""
+@given(m=st.integers(0, 2200), n=st.integers(1, 5), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
+@example(m=767, n=3, dtype=torch.bfloat16)
+@example(m=769, n=3, dtype=torch.bfloat16)
+def test_every_row_of_operands_that_are_widened_in_blocks_and_of_others(native, m, n, dtype):
+    """As on a CPU without 16-bit instructions and with them. Neighbouring rows differ."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fusedtp.ops.matmul._is_native", lambda dtype: native)
+        every_row(m, n, dtype)
+
+
+def every_row(m, n, dtype):
     x = torch.arange(7 * m).remainder(11).view(m, 7).to(dtype)
     y = torch.arange(7 * n).remainder(3).view(7, n).to(dtype)
     want = x.double() @ y.double()  # at most 140
