@@ -16,23 +16,27 @@ Note [Two rotating buffers] in workspace.py:
   in that call; so all peers have left the call before that, and their slots of this parity may be written. It stands
   behind x, too. That is what a sending program of this launch could count on, no more and no less.
 - Flags follow their rows on one stream, where a copy begins when the one before it has been performed. They are copies
-  of the device's own epoch.
+  of the device's own epoch. Between GPUs that takes no multiprocessor, of which a kernel that waits may hold all; on
+  one GPU a copy may be a kernel, so launchers leave it room. (A stream could write the flags itself, but not into
+  another GPU since CUDA 13.1, as NCCL's authors say: NVIDIA/nccl issue 2052. NCCL copies them as well.)
 - Whatever follows the kernel waits for F. So x may change, and this rank arrives in its next call only when all that
   it sent has landed. Peers that read nothing, and so leave without waiting for it, rely on that.
 - Nobody but the kernel signals the arrival: its first program does, before it waits for anything.
 
 A copy needs its destination's address when it is enqueued, so the host must know which slot the device's epoch stands
 for. It counts the epochs that it has begun. What a captured graph counts it cannot see: under capture, and on a
-workspace with a captured graph, programs send.
+workspace with a captured graph, programs send. So they do where HIP is CUDA.
 
 A rank whose kernel has failed sends nothing more by programs. Copies that its host had enqueued before it looked are
-made all the same. They can meet a peer that still reads the slot only if that peer, after all ranks had arrived in
-its call, stayed in it for the whole timeout of another rank's next call; its next call but one then fails.
+made all the same. They can overwrite rows that a slow peer still reads. That peer misses this rank's arrival in one of
+its next two calls and fails there; what it has computed since is void. Where the host raises after it has enqueued
+copies, maybe without their kernel, the workspace is given up: the flags say that the call's rows have come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -63,15 +67,18 @@ def pieces_of(nbytes: int) -> int:
     return 2 if nbytes >= IN_TWO else 1
 
 
-def parts(rank: int, world_size: int, num_rows: int, chunk_rows: int, pieces: int) -> Iterator[Part]:
+@lru_cache(256)
+def parts(rank: int, world_size: int, num_rows: int, chunk_rows: int, pieces: int) -> tuple[Part, ...]:
     """What `rank` sends, in order: the successor's rows first, in pieces of whole chunks. Flag c is chunk c's."""
     chunks = -(-num_rows // chunk_rows)
     each = max(1, -(-chunks // pieces))
+    made = []
     for step in range(1, world_size):
         for chunk in range(0, chunks, each):
             end = min(chunk + each, chunks)
             last = min(end * chunk_rows, num_rows)
-            yield Part((rank + step) % world_size, chunk * chunk_rows, last, chunk, end - chunk)
+            made.append(Part((rank + step) % world_size, chunk * chunk_rows, last, chunk, end - chunk))
+    return tuple(made)
 
 
 class Copies:
@@ -81,6 +88,7 @@ class Copies:
     flags   int32 [flags_per_source]   a rank: the words there that this rank sets
     epoch   int32 [4]                  on the device, the number of this call in front
     side    the copy stream; None on CPU
+    begun   whether anything was enqueued
     """
 
     def __init__(
@@ -92,6 +100,7 @@ class Copies:
         side: SideStream | None,
     ) -> None:
         self.rank, self.slots, self.flags, self.epoch, self.side = rank, slots, flags, epoch, side
+        self.begun = False
 
     def of(self, x: Tensor, begin: int, chunk_rows: int) -> Sending:
         """x [R, K], contiguous, to `begin` bytes into every peer's slot. Before the call begins."""
@@ -104,32 +113,35 @@ class Sending:
     def __init__(self, copies: Copies, x: Tensor, begin: int, chunk_rows: int) -> None:
         assert x.is_contiguous()
         num_rows, self.row = x.shape[0], x.shape[1] * x.element_size()
-        self.copies, self.begin = copies, begin
-        self.bytes = x.detach().reshape(-1).view(torch.uint8)
-        self.parts = tuple(parts(copies.rank, len(copies.slots), num_rows, chunk_rows, pieces_of(x.nbytes)))
+        self.copies, self.x, self.begin = copies, x, begin
+        self.parts = parts(copies.rank, len(copies.slots), num_rows, chunk_rows, pieces_of(x.nbytes))
         most = max((part.flags for part in self.parts), default=1)
         self.words = copies.epoch[:1].repeat(most)  # now: a kernel of torch's may have to be loaded
 
     def send(self) -> None:
         """Enqueue all copies; on CPU, make them."""
-        side = self.copies.side
-        if side is None:
-            self._copy()
-            return
-        with side.forked():
-            self._copy()
+        self.copies.begun = True
+        if self.copies.side is None:
+            self._by_host()
+        else:
+            self._by_stream(self.copies.side)
 
-    def _copy(self) -> None:
+    def _by_host(self) -> None:
+        copies, rows = self.copies, self.x.detach().reshape(-1).view(torch.uint8)
         for part in self.parts:
-            rows = self.bytes[part.first * self.row : part.last * self.row]
-            if rows.numel():
-                start = self.begin + part.first * self.row
-                slot = self.copies.slots[part.peer]
-                slot[start : start + rows.numel()].copy_(rows, non_blocking=True)
-            if self.copies.side is None:
-                semaphore.fence()
-            flags = self.copies.flags[part.peer][part.flag : part.flag + part.flags]
-            flags.copy_(self.words[: part.flags], non_blocking=True)
+            first, last = part.first * self.row, part.last * self.row
+            copies.slots[part.peer][self.begin + first : self.begin + last] = rows[first:last]
+            semaphore.fence()
+            copies.flags[part.peer][part.flag : part.flag + part.flags] = self.words[: part.flags]
+
+    def _by_stream(self, side: SideStream) -> None:
+        copies, source, words = self.copies, self.x.data_ptr(), self.words.data_ptr()
+        side.fork()
+        for peer, first, last, flag, flags in self.parts:
+            if last > first and self.row:
+                there, at = copies.slots[peer].data_ptr() + self.begin, first * self.row
+                side.copy(there + at, source + at, (last - first) * self.row)
+            side.copy(copies.flags[peer].data_ptr() + 4 * flag, words, 4 * flags)
 
     def join(self) -> None:
         """The current stream waits for all copies."""

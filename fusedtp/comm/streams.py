@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import ctypes
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -53,24 +54,34 @@ class StreamOrder:
         self._event.record(self._stream)
 
 
+@cache
+def _copy() -> Any:
+    function = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2
+    function.argtypes = [ctypes.c_ulonglong, ctypes.c_ulonglong, ctypes.c_size_t, ctypes.c_void_p]
+    return function
+
+
 class SideStream:
-    """CUDA: a stream beside the current one, that runs what is enqueued there behind what the current one had then."""
+    """CUDA: a stream beside the current one, for copies. They go straight to the driver: views and copies of tensors
+    take several times as long, and a gather makes two copies a peer."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
+        self._handle = self.stream.cuda_stream
         self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
 
-    @contextmanager
-    def forked(self) -> Iterator[None]:
-        """Make it the current stream, behind the one that was."""
+    def fork(self) -> None:
+        """What is enqueued there next runs behind what the current stream has now."""
         self._forked.record(torch.cuda.current_stream(self.stream.device))
         self.stream.wait_event(self._forked)
-        with torch.cuda.stream(self.stream):
-            try:
-                yield
-            finally:
-                self._done.record(self.stream)
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        """Between addresses that the device reaches. Raises RuntimeError if the driver refuses."""
+        code = _copy()(destination, source, nbytes, self._handle)
+        if code != 0:
+            raise RuntimeError(f"cuMemcpyDtoDAsync: CUDA error {code}")
 
     def join(self) -> None:
-        """The current stream waits for what ran beside it."""
+        """The current stream waits for what was enqueued there."""
+        self._done.record(self.stream)
         torch.cuda.current_stream(self.stream.device).wait_event(self._done)

@@ -136,7 +136,7 @@ class Workspace:
         self._in_graph = False
         self._fused_last = False  # CUDA: whether the last call that used slots was a fused kernel
         self.epochs: int | None = 0  # CUDA: the device's epoch; None once a graph counts too
-        self.side = None if self.on_cpu else SideStream(self.device)
+        self.side = None if self.on_cpu or torch.version.hip else SideStream(self.device)
         self.meets = not world.shares_process and runs_kernels(self.device)
         self.debug = any(world.exchange(os.environ.get("FUSEDTP_DEBUG", "0") not in ("", "0")))
         self._refused: Call | None = None  # the last call, whose signals this rank still has to take
@@ -217,7 +217,8 @@ class Workspace:
 
     def slot(self, p: int, parity: int) -> Tensor:
         """All bytes of rank p's slot of that parity."""
-        return self.view_of(p, parity, (self.slot_bytes,), torch.uint8, 0)
+        found = self.views.get((p, parity, (self.slot_bytes,), torch.uint8, 0))
+        return found if found is not None else self.view_of(p, parity, (self.slot_bytes,), torch.uint8, 0)
 
     def flags_at(self, p: int, source: int) -> Tensor:
         """int32 [FLAGS_PER_SOURCE]: the flags in rank p's memory that `source` sets; kept, as the region lasts."""
@@ -274,8 +275,8 @@ class Workspace:
 
     @property
     def can_copy(self) -> bool:
-        """Whether the host knows which slot the next call uses, as copies beside a kernel demand."""
-        return self.on_cpu or self.epochs is not None
+        """Whether copies can go beside a kernel: the host knows which slot the next call uses, and has their stream."""
+        return self.on_cpu or (self.epochs is not None and self.side is not None)
 
     def grow(self, nbytes: int) -> None:
         """Collective: make each slot hold `nbytes`. Every rank decides alike, from what all ranks share."""
@@ -389,8 +390,9 @@ class Workspace:
             raise
 
     def give_up(self, call: Call, error: BaseException) -> None:
-        """After a timeout or an interrupt the workspace is not used again."""
-        self.failed = error if isinstance(error, SignalTimeout) else SignalTimeout("interrupted in a call")
+        """After a timeout, an interrupt, or copies without their kernel the workspace is not used again."""
+        what = "interrupted in a call" if isinstance(error, KeyboardInterrupt) else f"left in a call by {error!r}"
+        self.failed = error if isinstance(error, SignalTimeout) else SignalTimeout(what)
         call.leave_peers()
 
     def order_fused(self, call: Call) -> None:
@@ -432,6 +434,7 @@ class Call:
         self.used_barrier = False
         self.watch: PeerWatch | None = None
         self.counted: int | None = None  # CUDA: the device's epoch before this call's kernel
+        self.copying: Copies | None = None
         self.to_publish, self.to_wait = set(workspace.peers), set(workspace.peers)
 
     def __enter__(self) -> Call:
@@ -487,7 +490,8 @@ class Call:
 
     def _leave(self, error: BaseException) -> None:
         try:
-            if isinstance(error, (SignalTimeout, KeyboardInterrupt)):
+            announced = not self.on_cpu and self.copying is not None and self.copying.begun
+            if announced or isinstance(error, (SignalTimeout, KeyboardInterrupt)):
                 self.ws.give_up(self, error)
             else:
                 self._abandon(error)
@@ -529,7 +533,8 @@ class Call:
         assert begun is not None
         slots = [ws.slot(p, (begun + 1) & 1) for p in range(ws.world_size)]
         flags = [ws.flags_at(p, ws.rank) for p in range(ws.world_size)]
-        return Copies(ws.rank, slots, flags, ws.epoch, ws.side)
+        self.copying = Copies(ws.rank, slots, flags, ws.epoch, ws.side)
+        return self.copying
 
     # -- signals -------------------------------------------------------------------------------------------------
 
@@ -580,9 +585,9 @@ class Call:
         """CUDA: a barrier of the ranks' streams, which compares signatures where a kernel can."""
         ws = self.ws
         if ws.meets:
+            counted, ws.epochs = ws.epochs, None  # if this raises, it is unknown whether the kernel was started
             device_view.meet(ws.device_view(), ws.rank, ws.world_size, self.signature.hash32)
-            if ws.epochs is not None:
-                ws.epochs += 1
+            ws.epochs = None if counted is None else counted + 1
         else:
             ws.world.stream_barrier(ws.control, ws.timeout_s)
 

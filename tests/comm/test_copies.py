@@ -1,0 +1,90 @@
+"""Copies beside a kernel: what the driver is told, and in which order. tests/gpu/test_graphs.py has a real one."""
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusedtp.comm import SignalTimeout, streams
+from fusedtp.comm.copies import Copies
+from fusedtp.comm.streams import SideStream
+from fusedtp.comm.workspace import Call, Workspace
+
+HANDLE = (1 << 40) + 9
+
+
+class Side(SideStream):
+    """A stream whose copies are made at once, by a driver that looks whenever it has made one."""
+
+    def __init__(self, look):
+        self._handle, self.look, self.forks = HANDLE, look, 0
+
+    def fork(self):
+        self.forks += 1
+
+    def made(self, there: int, source: int, nbytes: int, stream: int) -> int:
+        assert stream == HANDLE and nbytes > 0 and self.forks
+        ctypes.memmove(there, source, nbytes)
+        self.look()
+        return 0
+
+
+@pytest.mark.parametrize("epoch", [1, -(2**31) + 5])
+@pytest.mark.parametrize("by", ["host", "stream"])
+def test_a_peer_has_all_rows_of_a_flag_that_is_set(by, epoch, monkeypatch):
+    """Every flag is looked at after each copy: of a stream or, on CPU, of the host."""
+    rank, w, chunk, x = 1, 3, 4, torch.arange(30.0).view(15, 2) + 1
+    slots = [torch.zeros(400, dtype=torch.uint8) for _ in range(w)]
+    flags = [torch.zeros(10, dtype=torch.int32) for _ in range(w)]
+    counted = torch.tensor([epoch, 0, 0, 0], dtype=torch.int32)
+    monkeypatch.setattr("fusedtp.comm.copies.IN_TWO", 100)
+    looked = []
+
+    def look():
+        for p in range(w):
+            there = slots[p][16 : 16 + x.nbytes].view(torch.float32).view_as(x)
+            for c in (flags[p] == epoch).nonzero().flatten().tolist():
+                assert torch.equal(there[c * chunk : (c + 1) * chunk], x[c * chunk : (c + 1) * chunk]), (p, c)
+        looked.append(sum(int((f == epoch).sum()) for f in flags))
+
+    side = Side(look) if by == "stream" else None
+    monkeypatch.setattr("fusedtp.comm.semaphore.fence", look)
+    monkeypatch.setattr(streams, "_copy", lambda: side.made)
+    copies = Copies(rank, slots, flags, counted, side)
+    sending = copies.of(x, 16, chunk)
+    assert not copies.begun
+    sending.send()
+    look()
+    assert looked == ([0, 2, 2, 4, 4, 6, 6, 8, 8] if side else [0, 2, 4, 6, 8]) and copies.begun
+    assert [f[:4].tolist() for f in flags] == [[epoch] * 4, [0] * 4, [epoch] * 4]
+    assert not any(f[4:].any() for f in flags)
+    for p in range(w):
+        assert not slots[p][:16].any() and not slots[p][16 + x.nbytes :].any()
+
+
+def test_rows_without_columns_are_announced(monkeypatch):
+    flags, side = [torch.zeros(4, dtype=torch.int32) for _ in range(2)], Side(lambda: None)
+    monkeypatch.setattr(streams, "_copy", lambda: side.made)
+    slots = [torch.zeros(16, dtype=torch.uint8)] * 2
+    Copies(0, slots, flags, torch.full((4,), 7, dtype=torch.int32), side).of(torch.empty(9, 0), 0, 4).send()
+    assert [f.tolist() for f in flags] == [[0] * 4, [7, 7, 7, 0]]
+
+
+def test_what_the_driver_refuses_is_raised(monkeypatch):
+    monkeypatch.setattr(streams, "_copy", lambda: lambda *given: 700)
+    with pytest.raises(RuntimeError, match="cuMemcpyDtoDAsync: CUDA error 700"):
+        Side(lambda: None).copy(1 << 20, 2 << 20, 64)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_group_is_given_up_where_copies_may_have_gone_without_their_kernel(begun):
+    """Their flags say that the call's rows have come, and the next call would have the same epoch."""
+    workspace = SimpleNamespace(failed=None, end=lambda: None)
+    workspace.give_up = lambda call, error: Workspace.give_up(workspace, call, error)
+    call = object.__new__(Call)
+    call.ws, call.on_cpu, call.copying = workspace, False, SimpleNamespace(begun=begun)
+    call.leave_peers = lambda: None
+    call._leave(RuntimeError("no room for this kernel"))
+    assert isinstance(workspace.failed, SignalTimeout) == begun
+    assert not begun or "no room for this kernel" in str(workspace.failed)
