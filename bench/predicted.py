@@ -1,9 +1,11 @@
 """python -m fusedtp.bench.predicted FILE ...: tables of engines from predicted times, for GPUs without measured ones.
 
-FILE is what `python -m fusedtp.bench.timed --sizes --save FILE` writes. The table `predicted` of each kind of GPU that
-the node stands for goes to fusedtp/ops/tables, from where it ships; `engine="auto"` asks it where no table of measured
-times is. A fused kernel is taken only where it is predicted to be MARGIN times as fast as product and collective one
-after the other: the model is up to a quarter too fast (docs/timed-schedule.md).
+FILE is what `python -m fusedtp.bench.timed --sizes --tp RANKS --save FILE` writes. All files of one node, one for each
+number of ranks, make the table `predicted` of each kind of GPU that the node stands for. It goes to fusedtp/ops/tables,
+from where it ships; `engine="auto"` asks it where no table of measured times is. A fused kernel is taken only where it
+is predicted to be MARGIN times as fast as product and collective one after the other: the model is up to a quarter too
+fast (docs/timed-schedule.md). A gather's rows go by the copy engine from the first size on at which, and at all larger
+ones, that is predicted to be faster.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ GPUS = {  # what torch calls the GPUs of each node
     "a100": ("NVIDIA A100-SXM4-80GB",),
 }
 LIKE = {"all_gather_matmul": ("all_gather_matmul", "all_gather_gated_matmul")}  # what travels is the same
-DTYPES, RANKS = ("bfloat16", "float16"), 8  # of the predictions; fp16 is as fast
+DTYPES = ("bfloat16", "float16")  # of the predictions; fp16 is as fast
 
 
 def steps_of(fused: Mapping[int, bool]) -> measured.Steps:
@@ -46,39 +49,71 @@ def steps_of(fused: Mapping[int, bool]) -> measured.Steps:
     return steps
 
 
-def entries_of(rows: Mapping[str, Mapping[str, float]]) -> list[tables.Entry]:
-    """`rows` by "operation model tokens": microseconds, `unfused` and `fused`."""
-    times: dict[tuple[str, int], dict[int, dict[str, float]]] = {}
+def transports_of(times: Mapping[int, Mapping[str, float]]) -> measured.Steps:
+    """Who moves a gather's rows, by the number of rows of all ranks; `times` by it, "fused" and maybe "copied"."""
+    steps: measured.Steps = [(0, "programs")]
+    for at in sorted(times, reverse=True):
+        if times[at].get("copied", inf) >= times[at]["fused"]:
+            break
+        steps[1:] = [(at, "copy")]
+    return steps
+
+
+def entries_of(rows: Mapping[str, Mapping[str, float]], ranks: int) -> list[tables.Entry]:
+    """Of groups of so many ranks.
+
+    rows   by "operation model tokens": microseconds, "unfused", "fused" and, of a gather by copies, "copied"
+    """
+    times: dict[tuple[str, int], dict[int, Mapping[str, float]]] = {}
     for name, us in rows.items():
         operation, model, tokens = name.split()
-        seconds = {"collective": us["unfused"] * 1e-6, "triton": us["fused"] * 1e-6}
-        times.setdefault((operation, MODELS[model].hidden), {})[int(tokens)] = seconds
+        times.setdefault((operation, MODELS[model].hidden), {})[int(tokens)] = us
     found = []
-    for (operation, width), known in times.items():
+    for (operation, width), all_us in times.items():
+        transports = transports_of(all_us)
+        known = {}
+        for at, us in all_us.items():
+            fused = us["copied" if measured.at(transports, at)[1] == "copy" else "fused"]
+            known[at] = {"collective": us["unfused"] * 1e-6, "triton": fused * 1e-6}
         steps = steps_of({at: each["triton"] * MARGIN < each["collective"] for at, each in known.items()})
         for dtype in DTYPES:
             for name in LIKE.get(operation, (operation,)):
-                key = measured.Key(name, dtype, RANKS, "processes")._asdict()
+                key = measured.Key(name, dtype, ranks, "processes")._asdict()
                 made = [[at, known[at]] for at in sorted(known)]
-                found.append(key | {"width": width, "engines": [list(step) for step in steps], "seconds": made})
+                entry = key | {"width": width, "engines": [list(step) for step in steps]}
+                if len(transports) > 1:
+                    entry["transports"] = [list(step) for step in transports]
+                found.append(entry | {"seconds": made})
     return found
 
 
-def write(file: Path, folder: Path) -> list[Path]:
-    """The tables that follow from one file, written. Raises ValueError for a file that is none."""
-    try:
-        body: dict[str, Any] = json.loads(file.read_text())
-        entries, names = entries_of(body["rows"]), GPUS[body["node"]]
-        about = {name: body[name] for name in ("node", "unit", "commit", "command")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no file of predicted times: {error!r}") from None
+def write(files: Sequence[Path], folder: Path) -> list[Path]:
+    """The tables that follow from the files, which may be of several nodes and numbers of ranks, written.
+
+    Raises ValueError for a file that is none, and for two of the same.
+    """
+    nodes: dict[str, list[dict[str, Any]]] = {}
+    for file in files:
+        try:
+            body: dict[str, Any] = json.loads(file.read_text())
+            said = {name: body[name] for name in ("ranks", "unit", "commit", "command")}
+            others = nodes.setdefault(body["node"], [])
+            if body["node"] not in GPUS or any(other["ranks"] == body["ranks"] for other in others):
+                raise ValueError(f"node {body['node']}, ranks {body['ranks']}")
+            others.append(said | {"entries": entries_of(body["rows"], int(body["ranks"]))})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is no file of predicted times: {error!r}") from None
     written = []
-    for name in names:
-        machine = measured.slug(name)
-        path = folder / measured.file_of(machine)
-        others, _ = tables.kept(path, machine, "predicted", partial(measured.faults, machine=machine))
-        tables.write(path, machine, "predicted", about, entries, others)
-        written.append(path)
+    for node, bodies in nodes.items():
+        entries = [entry for body in bodies for entry in body["entries"]]
+        about = {"node": node, "unit": bodies[0]["unit"], "commit": ", ".join({b["commit"]: None for b in bodies})}
+        about["command"] = "; ".join(body["command"] for body in bodies)
+        for name in GPUS[node]:
+            machine = measured.slug(name)
+            path = folder / measured.file_of(machine)
+            kept, _ = tables.kept(path, machine, "predicted", partial(measured.faults, machine=machine))
+            tables.write(path, machine, "predicted", about, entries, kept)
+            written.append(path)
     return written
 
 
@@ -89,9 +124,8 @@ def main(argv: Sequence[str] | None = None, folder: Path = measured.SHIPPED) -> 
         print(__doc__, file=sys.stderr if not files else sys.stdout)
         return 0 if files and files[0] in ("-h", "--help") else 2
     try:
-        for file in files:
-            for path in write(Path(file), folder):
-                print(path)
+        for path in write(list(map(Path, files)), folder):
+            print(path)
     except ValueError as error:
         print(f"fusedtp.bench.predicted: error: {error}", file=sys.stderr)
         return 2

@@ -661,7 +661,8 @@ def _compared(options: Options, node: Node, console: Console) -> None:
 def _all_sizes(options: Options, node: Node, console: Console, argv: list[str]) -> None:
     before = json.loads(options.against.read_text())["rows"] if options.against is not None else {}
     title = f"{options.tp} x {node.name}, {options.dtype}"
-    table = Table(title=title, caption="microseconds; fused / unfused below 1 is faster than product and NCCL")
+    caption = "microseconds; by copies: its rows go by the copy engine; fused / unfused below 1 is faster than NCCL"
+    table = Table(title=title, caption=caption)
     names = [
         "operation",
         "model",
@@ -670,6 +671,7 @@ def _all_sizes(options: Options, node: Node, console: Console, argv: list[str]) 
         "unfused",
         *(["before"] if before else []),
         "fused",
+        "by copies",
         "/",
     ]
     for name in names:
@@ -680,6 +682,8 @@ def _all_sizes(options: Options, node: Node, console: Console, argv: list[str]) 
         problem = model_problem(operation, shape, tokens, options.tp, dtype=DTYPES[options.dtype], transport=transport)
         got = measure(problem, node)
         times = {"product": got.matmul, "unfused": got.unfused, "fused": got.fused.total}
+        if operation == GATHER and not problem.few:  # few rows never go by the copy engine
+            times["copied"] = Engine(fused_run(replace(problem, transport=ENGINE), node), node).run().total
         key = f"{operation} {shape} {tokens}"
         rows[key] = {name: round(seconds * 1e6, 1) for name, seconds in times.items()}
         if key in before:
@@ -690,13 +694,15 @@ def _all_sizes(options: Options, node: Node, console: Console, argv: list[str]) 
             _us(got.unfused),
             *was,
             _us(got.fused.total),
-            f"{got.fused.total / got.unfused:.2f}",
+            _us(times["copied"]) if "copied" in times else "",
+            f"{min(got.fused.total, times.get('copied', got.fused.total)) / got.unfused:.2f}",
         ]
         table.add_row(operation, shape, str(tokens), *ends)
     console.print(table)
     if options.save is not None:
         command = shlex.join(["python", "-m", "fusedtp.bench.timed", *argv])
-        about = {"node": node.name, "unit": "us, predicted", "commit": machine.commit(), "command": command}
+        about = {"node": node.name, "ranks": options.tp, "unit": "us, predicted"}
+        about |= {"commit": machine.commit(), "command": command}
         options.save.parent.mkdir(parents=True, exist_ok=True)
         options.save.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 

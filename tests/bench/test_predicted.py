@@ -23,7 +23,7 @@ ROWS = {"matmul_reduce_scatter llama3-8b 512": {"unfused": 9.0, "fused": 3.0}}
 
 def file(folder: Path, **changes: object) -> Path:
     path = folder / "times.json"
-    about = {"node": "h100", "unit": "us, predicted", "commit": "c", "command": "x", "rows": ROWS}
+    about = {"node": "h100", "ranks": 8, "unit": "us, predicted", "commit": "c", "command": "x", "rows": ROWS}
     path.write_text(json.dumps(about | changes))
     return path
 
@@ -31,7 +31,7 @@ def file(folder: Path, **changes: object) -> Path:
 @given(st.dictionaries(st.sampled_from([16, 512, 4096, 8192]), st.floats(0.3, 1.5), min_size=1))
 def test_a_fused_kernel_is_taken_where_it_is_predicted_to_be_a_quarter_faster_on_both_sides(shares):
     rows = {f"matmul_reduce_scatter llama3-8b {t}": {"unfused": 100.0, "fused": 100 * s} for t, s in shares.items()}
-    found = predicted.entries_of(rows)
+    found = predicted.entries_of(rows, 8)
     assert {entry["dtype"] for entry in found} == {"bfloat16", "float16"}
     for entry in found:
         assert not measured.faults(entry, GPU) and entry["width"] == 4096
@@ -43,8 +43,27 @@ def test_a_fused_kernel_is_taken_where_it_is_predicted_to_be_a_quarter_faster_on
             assert (measured.at(entry["engines"], rows)[1] == "triton") == fused, (rows, entry["engines"])
 
 
+@given(st.dictionaries(st.sampled_from([16, 512, 4096, 8192]), st.tuples(*[st.integers(1, 5)] * 2), min_size=1))
+def test_rows_go_by_the_copy_engine_from_where_on_that_is_always_faster(times):
+    """16 and 512 rows have no time by copies: few rows go by programs."""
+    rows = {}
+    for t, (fused, copied) in times.items():
+        us = {"unfused": 4.0, "fused": float(fused)} | ({"copied": float(copied)} if t > 512 else {})
+        rows[f"all_gather_matmul llama3-8b {t}"] = us
+    found = predicted.entries_of(rows, 8)
+    assert {entry["operation"] for entry in found} == {"all_gather_matmul", "all_gather_gated_matmul"}
+    for entry in found:
+        assert not measured.faults(entry, GPU)
+        for t in times:
+            larger = [rows[f"all_gather_matmul llama3-8b {other}"] for other in times if other >= t]
+            wins = all(us.get("copied", 9.0) < us["fused"] for us in larger)
+            assert measured.at(entry.get("transports", [[0, "programs"]]), t)[1] == ("copy" if wins else "programs")
+            taken = times[t][1] if wins else times[t][0]
+            assert dict(map(tuple, entry["seconds"]))[t]["triton"] == pytest.approx(taken * 1e-6)
+
+
 def test_what_is_measured_goes_before_what_is_predicted(tmp_path):
-    (path,) = predicted.write(file(tmp_path), tmp_path)
+    (path,) = predicted.write([file(tmp_path)], tmp_path)
     assert path.name == measured.file_of(GPU)
     with tables_in(tmp_path):
         found = measured.find(GPU, KEY, 512, 4096)
@@ -57,13 +76,31 @@ def test_what_is_measured_goes_before_what_is_predicted(tmp_path):
         assert found.engine == "collective" and f"measured crossover of {GPU}" in found.reason
 
 
+def files_of(node: str) -> list[Path]:
+    return [SAVED / f"{node}.json", *(SAVED / f"{node}-tp{ranks}.json" for ranks in (4, 2))]
+
+
 @pytest.mark.parametrize("node", ["h100", "h200", "a100"])
 def test_the_table_that_ships_follows_from_the_times_that_are_kept(node, tmp_path):
-    (path,) = predicted.write(SAVED / f"{node}.json", tmp_path)
+    (path,) = predicted.write(files_of(node), tmp_path)
     assert path.read_bytes() == (measured.SHIPPED / path.name).read_bytes()
 
 
-@pytest.mark.parametrize("wrong", [{"rows": {"a": {}}}, {"rows": {"a b 1": {}}}, {"node": "mine"}, {"commit": None}])
+def test_a_node_has_one_table_of_all_its_files(tmp_path, capsys):
+    """Of several numbers of ranks; two files of one number are refused, and nothing is written."""
+    made = [file(tmp_path, ranks=ranks).rename(tmp_path / f"{ranks}.json") for ranks in (8, 2)]
+    (path,) = predicted.write(made, tmp_path / "tables")
+    entries = json.loads(path.read_text())["tables"]["predicted"]["entries"]
+    assert [(entry["world"], entry["dtype"]) for entry in entries] == [
+        (ranks, dtype) for ranks in (8, 2) for dtype in predicted.DTYPES
+    ]
+    assert predicted.main([str(made[0]), str(made[0])], tmp_path / "others") == 2
+    assert "ranks 8" in capsys.readouterr().err and not (tmp_path / "others").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rows": {"a": {}}}, {"rows": {"a b 1": {}}}, {"node": "mine"}, {"commit": None}, {"ranks": []}]
+)
 def test_a_file_that_is_none_is_refused(wrong, tmp_path, capsys):
     path = file(tmp_path, **wrong)
     if wrong.get("commit", "") is None:
