@@ -17,8 +17,8 @@ Note [Two rotating buffers] in workspace.py:
   behind x, too. That is what a sending program of this launch could count on, no more and no less.
 - Flags follow their rows on one stream, where a copy begins when the one before it has been performed. They are copies
   of the device's own epoch. Between GPUs that takes no multiprocessor, of which a kernel that waits may hold all; on
-  one GPU a copy may be a kernel, so launchers leave it room. (A stream could write the flags itself, but not into
-  another GPU since CUDA 13.1, as NCCL's authors say: NVIDIA/nccl issue 2052. NCCL copies them as well.)
+  one GPU a copy may be a kernel, so launchers leave it room. (NCCL copies its flags as well: its authors say that since
+  CUDA 13.1 a stream's own writes do not reach another GPU, NVIDIA/nccl issue 2052.)
 - Whatever follows the kernel waits for F. So x may change, and this rank arrives in its next call only when all that
   it sent has landed. Peers that read nothing, and so leave without waiting for it, rely on that.
 - Nobody but the kernel signals the arrival: its first program does, before it waits for anything.

@@ -62,8 +62,10 @@ def _copy() -> Any:
 
 
 class SideStream:
-    """CUDA: a stream beside the current one, for copies. They go straight to the driver: views and copies of tensors
-    take several times as long, and a gather makes two copies a peer."""
+    """CUDA: a stream beside the current one, for copies.
+
+    They go straight to the driver: a gather makes two copies a peer, and torch would make two views for each.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
