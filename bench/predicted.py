@@ -4,8 +4,8 @@ FILE is what `python -m fusedtp.bench.timed --sizes --tp RANKS --save FILE` writ
 number of ranks, make the table `predicted` of each kind of GPU that the node stands for. It goes to fusedtp/ops/tables,
 from where it ships; `engine="auto"` asks it where no table of measured times is. A fused kernel is taken only where it
 is predicted to be MARGIN times as fast as product and collective one after the other: the model is up to a quarter too
-fast (docs/timed-schedule.md). A gather's rows go by the copy engine from the first size on at which, and at all larger
-ones, that is predicted to be faster.
+fast (docs/timed-schedule.md). A gather's rows go by the copy engine, which takes more calls of the driver, from the
+first size on that gains GAIN by it, if no larger one loses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fusedtp.ops import measured
 from . import tables
 from .shapes import MODELS
 
-MARGIN = 1.25
+MARGIN, GAIN = 1.25, 1.02
 GPUS = {  # what torch calls the GPUs of each node
     "h100": ("NVIDIA H100 80GB HBM3",),
     "h200": ("NVIDIA H200",),
@@ -53,9 +53,11 @@ def transports_of(times: Mapping[int, Mapping[str, float]]) -> measured.Steps:
     """Who moves a gather's rows, by the number of rows of all ranks; `times` by it, "fused" and maybe "copied"."""
     steps: measured.Steps = [(0, "programs")]
     for at in sorted(times, reverse=True):
-        if times[at].get("copied", inf) >= times[at]["fused"]:
+        copied = times[at].get("copied", inf)
+        if copied > times[at]["fused"]:
             break
-        steps[1:] = [(at, "copy")]
+        if copied * GAIN <= times[at]["fused"]:
+            steps[1:] = [(at, "copy")]
     return steps
 
 

@@ -74,6 +74,47 @@ def test_the_tables_of_a_gpu_are_those_of_the_saved_results():
         assert markdown.engines(result, **only) in text, path
 
 
+def test_the_table_of_all_sizes_is_that_of_the_predicted_results():
+    text = (ROOT / "docs" / "timed-schedule.md").read_text()
+    rows = json.loads((ROOT / "bench" / "results" / "predicted" / "h100.json").read_text())["rows"]
+    lines: dict[str, list[str]] = {}
+    for key, row in rows.items():
+        _, model, tokens = key.split()
+        times = ", ".join(f"{row[name]:.0f}" for name in ("before", "fused", "copied") if name in row)
+        name = f"{model.removeprefix('llama3-').upper()}, {tokens}"
+        lines.setdefault(name, [name]).append(f"{times} ({row['unfused']:.0f})")
+    assert len(lines) == 12
+    for cells in lines.values():
+        assert f"| {' | '.join(cells)} |" in text, cells
+    by_copies = [row["copied"] / row["product"] for row in rows.values() if "copied" in row]
+    assert len(by_copies) == 6 and f"at most {100 * (max(by_copies) - 1):.1f} %\n" in text
+
+
+def tokens_of_triton(steps: list[list[Any]]) -> str:
+    said = []
+    for (begin, engine), (end, _) in zip(steps, [*steps[1:], [None, ""]], strict=True):
+        if engine == "triton" and end is None:
+            said.append(f"from {begin}" if begin else "always")
+        elif engine == "triton":
+            said.append(
+                f"up to {end - 1}" if not begin else str(begin) if begin == end - 1 else f"{begin} to {end - 1}"
+            )
+    return ", ".join(said) or "never"
+
+
+def test_the_table_of_predicted_crossovers_is_that_of_the_tables_that_ship():
+    text, cells = (ROOT / "docs" / "tuning.md").read_text(), {}
+    for name in ("nvidia-h100-80gb-hbm3", "nvidia-h200", "nvidia-a100-sxm4-80gb"):
+        body = json.loads((ROOT / f"fusedtp/ops/tables/{name}.json").read_text())
+        for entry in body["tables"]["predicted"]["entries"]:
+            if entry["dtype"] == "bfloat16" and entry["operation"] != "all_gather_gated_matmul":
+                key = f"{entry['world']}, {entry['operation']}, {entry['width']}"
+                cells.setdefault(key, []).append(tokens_of_triton(entry["engines"]))
+    assert len(cells) == 18 and all(len(row) == 3 for row in cells.values())
+    for key, row in cells.items():
+        assert f"| {key} | {' | '.join(row)} |" in text, key
+
+
 def test_the_table_of_exchanges_is_that_of_the_predicted_results():
     """Before and now, as `python -m fusedtp.bench.timed_exchange` saved them."""
     text = (ROOT / "docs" / "timed-schedule.md").read_text()
