@@ -1,4 +1,4 @@
-"""Several processes on one GPU through torch's symmetric memory: right, though not fast (they take turns)."""
+"""Processes through torch's symmetric memory: on one GPU, right though not fast (they take turns); on a GPU each."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 
 import fusedtp
 from fusedtp.comm import Signature, communicator
+from fusedtp.ops.engines import BY_COPY
 from tests.properties.cases import Case
 from tests.properties.laws import compare
 
@@ -43,22 +44,49 @@ def _cases() -> list[Case]:
     return gathers + wgrads + scatters
 
 
-def _rank(rank: int, store: str) -> None:
+def _rank(rank: int, store: str, apart: bool) -> None:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    torch.cuda.set_device(0)
-    backend = "cpu:gloo,cuda:gloo"
+    torch.cuda.set_device(rank if apart else 0)
+    backend = "cpu:gloo,cuda:nccl" if apart else "cpu:gloo,cuda:gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
     try:
         fusedtp.set_timeout(dist.group.WORLD, 60.0)
         for case in _cases():
             compare(case, dist.group.WORLD, "cuda")
+        _by_copies(rank, rounds=2000 if apart else 20)
         torch.cuda.synchronize()
         fusedtp.check(dist.group.WORLD)
-        for engine in ("chunked", "collective", "triton"):
+        for engine in () if apart else ("chunked", "collective", "triton"):
             _disagree(rank, engine)
             _stay_away(rank, engine)
     finally:
         dist.destroy_process_group()
+
+
+def _by_copies(rank: int, rounds: int) -> None:
+    """Gathers by the copy engine, forward and backward, the other transport and other engines between; all is exact.
+
+    Enough rows that the kernel fills the GPU while flags are on their way.
+    """
+    group, rows = dist.group.WORLD, 1024
+    comm = communicator(group)
+    full = torch.empty(WORLD_SIZE * rows, 256, dtype=torch.bfloat16, device="cuda")
+    w = torch.randint(-1, 2, (512, 256), generator=torch.Generator().manual_seed(0)).to("cuda", full.dtype)
+    for number in range(rounds):
+        full.copy_(((torch.arange(full.numel(), device="cuda") + number) % 5 - 2).view(full.shape))
+        x = full[rank * rows :][:rows].clone().requires_grad_()
+        engine = "chunked" if number % 7 == 6 else BY_COPY if (number + rank) % 3 else "triton"
+        (y,) = fusedtp.all_gather_matmul(x, [w], group, engine="triton" if engine == "chunked" else engine)
+        assert torch.equal(y, full @ w.t()), (number, engine)
+        if number % 5 == 0:
+            y.backward(torch.ones_like(y))
+            assert torch.equal(x.grad, w.sum(0).mul(WORLD_SIZE).expand_as(x)), (number, engine)
+        if engine == "chunked":
+            z = fusedtp.matmul_all_reduce(full, w, group, engine=engine)
+            assert torch.equal(z, WORLD_SIZE * (full @ w.t())), number
+    torch.cuda.synchronize()
+    assert comm.workspace.epochs is not None
+    assert comm.workspace.epochs + 1 == int(comm.workspace.epoch[0]), "the host counts as the device does"
 
 
 def _disagree(rank: int, engine: str) -> None:
@@ -92,5 +120,9 @@ def _stay_away(rank: int, engine: str) -> None:
     dist.barrier()
 
 
-def test_two_processes_on_one_gpu_equal_the_formula(tmp_path: Path):
-    mp.start_processes(_rank, args=(str(tmp_path / "store"),), nprocs=WORLD_SIZE, start_method="spawn")
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=TWO)], ids=["one-gpu", "two-gpus"])
+def test_two_processes_equal_the_formula(apart: bool, tmp_path: Path):
+    mp.start_processes(_rank, args=(str(tmp_path / "store"), apart), nprocs=WORLD_SIZE, start_method="spawn")
