@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,22 +54,46 @@ class StreamOrder:
         self._event.record(self._stream)
 
 
+NON_BLOCKING, HIGH = 1, -1  # CU_STREAM_NON_BLOCKING: it does not wait for the default stream; a priority
+
+
+class Driver(NamedTuple):
+    """libcuda's functions; each returns 0 or an error."""
+
+    create: Any
+    copy: Any
+
+
 @cache
-def _copy() -> Any:
-    function = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2
-    function.argtypes = [ctypes.c_ulonglong, ctypes.c_ulonglong, ctypes.c_size_t, ctypes.c_void_p]
-    return function
+def driver() -> Driver:
+    library = ctypes.CDLL("libcuda.so.1")
+    made = Driver(library.cuStreamCreateWithPriority, library.cuMemcpyDtoDAsync_v2)
+    made.create.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint, ctypes.c_int]
+    made.copy.argtypes = [ctypes.c_ulonglong, ctypes.c_ulonglong, ctypes.c_size_t, ctypes.c_void_p]
+    return made
+
+
+def _checked(code: int, what: str) -> None:
+    if code != 0:
+        raise RuntimeError(f"{what}: CUDA error {code}")
 
 
 class SideStream:
     """CUDA: a stream beside the current one, for copies.
 
-    They go straight to the driver: a gather makes two copies a peer, and torch would make two views for each.
+    It is nobody else's. torch's own come from a pool and may be used by FSDP as well: copies behind an NCCL kernel that
+    finds no room beside the kernels that wait for them would never be made.
+
+    Copies go straight to the driver: a gather makes two of them a peer, and torch would make two views for each.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self._handle = self.stream.cuda_stream
+        handle = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # a call of the runtime, which makes the context current that the driver wants
+            _checked(driver().create(ctypes.byref(handle), NON_BLOCKING, HIGH), "cuStreamCreateWithPriority")
+        self._handle = handle.value or 0
+        self.stream = torch.cuda.ExternalStream(self._handle, device)  # it stays until the process ends
         self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
 
     def fork(self) -> None:
@@ -79,9 +103,7 @@ class SideStream:
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         """Between addresses that the device reaches. Raises RuntimeError if the driver refuses."""
-        code = _copy()(destination, source, nbytes, self._handle)
-        if code != 0:
-            raise RuntimeError(f"cuMemcpyDtoDAsync: CUDA error {code}")
+        _checked(driver().copy(destination, source, nbytes, self._handle), "cuMemcpyDtoDAsync")
 
     def join(self) -> None:
         """The current stream waits for what was enqueued there."""

@@ -1,14 +1,16 @@
 """Copies beside a kernel: what the driver is told, and in which order. tests/gpu/test_graphs.py has a real one."""
 
 import ctypes
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fusedtp.bench.idle_driver import c_compiler
 from fusedtp.comm import SignalTimeout, streams
 from fusedtp.comm.copies import Copies
-from fusedtp.comm.streams import SideStream
+from fusedtp.comm.streams import Driver, SideStream
 from fusedtp.comm.workspace import Call, Workspace
 
 HANDLE = (1 << 40) + 9
@@ -50,7 +52,7 @@ def test_a_peer_has_all_rows_of_a_flag_that_is_set(by, epoch, monkeypatch):
 
     side = Side(look) if by == "stream" else None
     monkeypatch.setattr("fusedtp.comm.semaphore.fence", look)
-    monkeypatch.setattr(streams, "_copy", lambda: side.made)
+    monkeypatch.setattr(streams, "driver", lambda: Driver(None, side.made))
     copies = Copies(rank, slots, flags, counted, side)
     sending = copies.of(x, 16, chunk)
     assert not copies.begun
@@ -65,16 +67,45 @@ def test_a_peer_has_all_rows_of_a_flag_that_is_set(by, epoch, monkeypatch):
 
 def test_rows_without_columns_are_announced(monkeypatch):
     flags, side = [torch.zeros(4, dtype=torch.int32) for _ in range(2)], Side(lambda: None)
-    monkeypatch.setattr(streams, "_copy", lambda: side.made)
+    monkeypatch.setattr(streams, "driver", lambda: Driver(None, side.made))
     slots = [torch.zeros(16, dtype=torch.uint8)] * 2
     Copies(0, slots, flags, torch.full((4,), 7, dtype=torch.int32), side).of(torch.empty(9, 0), 0, 4).send()
     assert [f.tolist() for f in flags] == [[0] * 4, [7, 7, 7, 0]]
 
 
 def test_what_the_driver_refuses_is_raised(monkeypatch):
-    monkeypatch.setattr(streams, "_copy", lambda: lambda *given: 700)
+    monkeypatch.setattr(streams, "driver", lambda: Driver(None, lambda *given: 700))
     with pytest.raises(RuntimeError, match="cuMemcpyDtoDAsync: CUDA error 700"):
         Side(lambda: None).copy(1 << 20, 2 << 20, 64)
+
+
+STUB = r"""
+#include <stdint.h>
+#include <stddef.h>
+uint64_t seen[4];
+int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
+  seen[0] = flags; seen[1] = (uint64_t)(int64_t)priority; *stream = (void *)0x7fedcba987654320; return 0;
+}
+int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t nbytes, void *stream) {
+  seen[0] = to; seen[1] = from; seen[2] = nbytes; seen[3] = (uint64_t)stream; return 0;
+}
+"""
+
+
+@pytest.mark.skipif(c_compiler() is None, reason="needs a C compiler")
+def test_the_driver_gets_every_bit_of_addresses_sizes_and_handles(tmp_path, monkeypatch):
+    source, library = tmp_path / "stub.c", tmp_path / "libcuda.so.1"
+    source.write_text(STUB)
+    subprocess.run([c_compiler(), "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    stub = ctypes.CDLL(str(library))
+    seen = (ctypes.c_uint64 * 4).in_dll(stub, "seen")
+    monkeypatch.setattr(streams.ctypes, "CDLL", {"libcuda.so.1": stub}.__getitem__)
+    made = streams.driver.__wrapped__()
+    handle = ctypes.c_void_p()
+    assert made.create(ctypes.byref(handle), streams.NON_BLOCKING, streams.HIGH) == 0
+    assert seen[0] == 1 and seen[1] == 2**64 - 1 and handle.value == 0x7FEDCBA987654320
+    wide = [2**63 + 1, 2**62 + 5, 2**40 + 3, handle.value]
+    assert made.copy(*wide) == 0 and list(seen) == wide
 
 
 @pytest.mark.parametrize("begun", [False, True])
