@@ -50,12 +50,12 @@ def _cpu() -> str:
 
 def commit() -> str:
     """Which code this is: the commit of a checkout; where files were changed since, or there is no git, with a + and a
-    digest of the code. Empty for an installed package.
+    digest of the code. Empty for an installed package. Results are no code.
     """
     if not in_checkout():
         return ""
     head = _git("rev-parse", "--short", "HEAD")
-    changed = not head or _git("status", "--porcelain", "-uno", "--", *CODE)
+    changed = not head or _git("status", "--porcelain", "-uno", "--", *CODE, ":!bench/results")
     return f"{head}+{_digest()}" if changed else head
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -179,6 +180,24 @@ def test_code_without_git_or_with_changes_has_a_name_of_its_own(
     assert machine.commit() == "+" + second.partition("+")[2]
     monkeypatch.setattr(machine, "in_checkout", lambda: False)
     assert machine.commit() == ""
+
+
+def test_results_do_not_make_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second run in one checkout is of the commit that the first was of, which has written its result there."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
+    for name in (*machine.CODE, "bench/results"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.py").write_text("1")
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "m"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(machine, "in_checkout", lambda: True)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    (tmp_path / "bench" / "results" / "a.py").write_text("2")
+    assert machine.commit() and "+" not in machine.commit()
+    for name in machine.CODE:
+        (tmp_path / name / "a.py").write_text("2")
+        assert "+" in machine.commit(), name
+        (tmp_path / name / "a.py").write_text("1")
 
 
 @pytest.mark.parametrize("version", ["with the sum", "without"])
