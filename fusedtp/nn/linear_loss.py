@@ -21,7 +21,8 @@ In bytes, beside x, weight and labels, with e of an element of x and a = max(4, 
     backward   dx, dweight, and their products with the loss's gradient: T_r K e, and V_r K e unless into a main_grad
 
 A bias adds V_r a, and on a CPU an fp32 copy of a 16-bit piece, from which its gradient is summed. A CPU without 16-bit
-instructions (Note [16-bit matmuls on CPU] in ops/matmul.py) also holds the weight in fp32 and 512 rows of logits.
+instructions (Note [16-bit matmuls on CPU] in ops/matmul.py) also holds the weight in fp32 and 512 rows of logits; one
+with them a copy of a 16-bit piece where 32 does not divide V_r (Note [Steps of K on CPU] there).
 
 A piece reads and writes dweight once: on an H200 as long as the three matmuls of 230 rows take. That is why a GPU's
 pieces are larger: 1024 rows of a vocabulary of 128 Ki.

@@ -11,8 +11,8 @@ Where a CPU has AMX, oneDNN (as in torch 2.13) multiplies 16-bit numbers in step
 number. Where the steps are not all full, it may take what stands behind a row of the left operand for what is missing:
 times zero, which is NaN if a NaN or an infinity stands there. Seen for every odd K and, beyond 32, for every K that is
 not divided into ceil(K / 32) equal even steps; never if the left operand is transposed, since that is copied first. So
-zeros are put behind the rows up to a multiple of 32. On a Xeon, [2048, 1360] by [1360, 4096] takes 10 ms as it is, 11
-with the zeros, and 76 in fp32.
+its rows are copied where zeros stand behind them, up to a multiple of 32. On a Xeon, [2048, 1360] by [1360, 4096] takes
+10.1 ms as it is, 10.5 with that copy, and 76 in fp32.
 """
 
 from __future__ import annotations
@@ -50,14 +50,13 @@ def to_fp32(x: Tensor) -> Tensor:
     return x.float() if widens(x) else x
 
 
-def _in_whole_steps(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K], y [K, N] -> operands of the same product; see Note [Steps of K on CPU]."""
-    missing = -x.shape[1] % _STEP
+def _in_whole_steps(x: Tensor) -> Tensor:
+    """A left operand [M, K], or a copy with zeros behind its rows; see Note [Steps of K on CPU]."""
+    depth = x.shape[1]
+    missing = -depth % _STEP
     if not missing or x.stride(1) > 1 or x.device.type != "cpu" or not is_16_bit(x.dtype):
-        return x, y
-    transposed = y.stride(0) == 1  # rows of a weight stay rows
-    y = pad(y.t(), (0, missing)).t() if transposed else pad(y, (0, 0, 0, missing))
-    return pad(x, (0, missing)), y
+        return x
+    return pad(x, (0, missing))[:, :depth]
 
 
 def _blocks(rows: int) -> Iterator[slice]:
@@ -71,11 +70,11 @@ def matmul_into(out: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], bias: T
     """out [M, N] = sum_j xs[j] [M, K_j] @ ys[j] [K_j, N] + bias, in place. `ys` may be widened already."""
     if not widens(xs[0]):
         if bias is None:
-            torch.mm(*_in_whole_steps(xs[0], ys[0]), out=out)
+            torch.mm(_in_whole_steps(xs[0]), ys[0], out=out)
         else:
-            torch.addmm(bias, *_in_whole_steps(xs[0], ys[0]), out=out)
+            torch.addmm(bias, _in_whole_steps(xs[0]), ys[0], out=out)
         for x, y in zip(xs[1:], ys[1:], strict=True):
-            out.addmm_(*_in_whole_steps(x, y))
+            out.addmm_(_in_whole_steps(x), y)
         return
     ys = [y.float() for y in ys]
     for block in _blocks(out.shape[0]):
@@ -90,7 +89,7 @@ def matmul_into(out: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], bias: T
 def matmul(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [M, K], y [K, N] -> a new [M, N], rounded once."""
     if not widens(x):
-        x, y = _in_whole_steps(x, y)
+        x = _in_whole_steps(x)
         return torch.mm(x, y) if bias is None else torch.addmm(bias, x, y)
     out = x.new_empty(x.shape[0], y.shape[1])
     matmul_into(out, [x], [y], bias)
@@ -117,7 +116,7 @@ def matmul_add(total: Tensor, x: Tensor, y: Tensor) -> None:
         if widens(x):
             total.copy_(total.float().addmm_(x.float(), y.float()))
         else:
-            total.addmm_(*_in_whole_steps(x, y))
+            total.addmm_(_in_whole_steps(x), y)
         return
     assert total.dtype == torch.float32 and is_16_bit(x.dtype), (x.dtype, total.dtype)
     if x.is_cuda and torch.version.hip is None:

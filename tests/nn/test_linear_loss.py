@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusedtp.nn import linear_cross_entropy
 from fusedtp.nn.init import chunk_of
+from fusedtp.ops.matmul import widens
 from tests.harness import world
 from tests.nn.support import assert_close, assert_same_function, assert_within, randn, roundings_of
 
@@ -110,12 +111,13 @@ def test_the_logits_of_all_tokens_never_exist(dtype):
     at = draw(tokens, vocab, width, 0)
     x, w = at.x.to(dtype).requires_grad_(), at.w.to(dtype).requires_grad_()
     limit = 10 * vocab  # elements of a piece: ten rows
+    behind = 12 if dtype == torch.bfloat16 and not widens(x) else 0  # zeros: Note [Steps of K on CPU] in ops/matmul.py
     with Largest() as largest:
         linear_cross_entropy(x, w, at.labels, max_logits_bytes=limit * x.element_size()).backward()
-    assert largest.elements == max(limit, vocab * width)
+    assert largest.elements == max(10 * (vocab + behind), vocab * width)
     with Largest() as largest:
         linear_cross_entropy(x, w, at.labels).backward()
-    assert largest.elements == tokens * vocab, "this is how a piece of all rows would show"
+    assert largest.elements == tokens * (vocab + behind), "this is how a piece of all rows would show"
 
 
 def test_a_16_bit_weight_s_gradient_is_summed_over_pieces_in_fp32():

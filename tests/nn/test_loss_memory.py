@@ -11,6 +11,7 @@ from fusedtp.nn import loss as loss_module
 from fusedtp.ops.matmul import widens
 
 V, K, ROWS = 1000, 64, 32  # of the vocabulary, the width, a piece
+STEPS = 1024  # a piece's columns with zeros behind, see Note [Steps of K on CPU] in ops/matmul.py
 FEW = 256 * ROWS + 16 * V  # numbers a row of the piece; a chunk of one row, widened, and what torch makes of it
 
 
@@ -49,6 +50,7 @@ def test_a_piece_of_logits_and_the_gradients_are_all_there_is(dtype, tokens, mai
     kept = tokens * K * size + V * K * 4
     widened = V * K * 4 + ROWS * V * 4 if widens(x) else 0
     operand = 512 * (ROWS + K) * 4 if size == 2 else 0  # a block of dweight's product, see ops/matmul.py
+    operand += ROWS * STEPS * 2 if size == 2 and not widens(x) else 0  # and of dx's, with zeros behind
     assert kept <= left <= kept + FEW
     assert piece + kept <= most <= piece + kept + widened + operand + FEW
 

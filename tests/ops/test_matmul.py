@@ -46,8 +46,8 @@ def test_a_row_of_nan_stays_a_row(m, k, n, dtype):
     assert torch.equal(y[:m], torch.full((m, n), float(k), dtype=dtype)) and y[m:].isnan().all()
 
 
-class Depths(TorchDispatchMode):
-    """The K of each 16-bit matmul."""
+class Behind(TorchDispatchMode):
+    """Of each 16-bit matmul, how many zeros stand behind every row of its left operand."""
 
     def __init__(self):
         super().__init__()
@@ -55,28 +55,31 @@ class Depths(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
-            x, y = args[-2:]
-            assert y.shape[0] == x.shape[1]
-            self.seen.append(x.shape[1])
+            x = args[-2]
+            m, k = x.shape
+            gap = x.stride(0) - k if k and x.stride(1) == 1 else 0
+            assert not gap or not x.as_strided((m, gap), (x.stride(0), 1), x.storage_offset() + k).any()
+            self.seen.append(gap)
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("k", "wanted"), [(0, 0), (1, 32), (32, 32), (33, 64), (64, 64), (100, 128)])
+@pytest.mark.parametrize(("k", "zeros"), [(0, 0), (1, 31), (32, 0), (33, 31), (64, 0), (100, 28)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rows_are_multiplied_in_whole_steps(dtype, k, wanted, monkeypatch):
+def test_zeros_stand_behind_rows_that_end_within_a_step(dtype, k, zeros, monkeypatch):
     """As on a CPU with 16-bit instructions, whichever this one has; a transposed left operand is read as it lies."""
     monkeypatch.setattr("fusedtp.ops.matmul._is_native", lambda dtype: True)
     x, weight = torch.ones(5, k, dtype=dtype), torch.ones(3, k, dtype=dtype)
     by_rows, by_columns = torch.ones(k, 5, dtype=dtype).t(), torch.ones(k, 3, dtype=dtype)
-    with Depths() as depths:
+    with Behind() as behind:
         for y in (weight.t(), by_columns):
             for bias in (None, torch.zeros(3, dtype=dtype)):
                 assert (matmul(x, y, bias) == k).all()
             matmul_add(torch.zeros(5, 3, dtype=dtype), x, y)
-    assert depths.seen == [wanted] * 6
-    with Depths() as depths:
+            matmul_into(torch.empty(5, 3, dtype=dtype), [x, x], [y, y])
+    assert behind.seen == [zeros] * 10
+    with Behind() as behind:
         assert (matmul(by_rows, by_columns) == k).all()
-    assert depths.seen == [k]
+    assert behind.seen == [0]
 
 
 @pytest.mark.parametrize("native", [False, True])
