@@ -50,7 +50,7 @@ def to_fp32(x: Tensor) -> Tensor:
     return x.float() if widens(x) else x
 
 
-def _in_whole_steps(x: Tensor) -> Tensor:
+def _with_zeros_behind(x: Tensor) -> Tensor:
     """A left operand [M, K], or a copy with zeros behind its rows; see Note [Steps of K on CPU]."""
     depth = x.shape[1]
     missing = -depth % _STEP
@@ -70,11 +70,11 @@ def matmul_into(out: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], bias: T
     """out [M, N] = sum_j xs[j] [M, K_j] @ ys[j] [K_j, N] + bias, in place. `ys` may be widened already."""
     if not widens(xs[0]):
         if bias is None:
-            torch.mm(_in_whole_steps(xs[0]), ys[0], out=out)
+            torch.mm(_with_zeros_behind(xs[0]), ys[0], out=out)
         else:
-            torch.addmm(bias, _in_whole_steps(xs[0]), ys[0], out=out)
+            torch.addmm(bias, _with_zeros_behind(xs[0]), ys[0], out=out)
         for x, y in zip(xs[1:], ys[1:], strict=True):
-            out.addmm_(_in_whole_steps(x), y)
+            out.addmm_(_with_zeros_behind(x), y)
         return
     ys = [y.float() for y in ys]
     for block in _blocks(out.shape[0]):
@@ -89,7 +89,7 @@ def matmul_into(out: Tensor, xs: Sequence[Tensor], ys: Sequence[Tensor], bias: T
 def matmul(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [M, K], y [K, N] -> a new [M, N], rounded once."""
     if not widens(x):
-        x = _in_whole_steps(x)
+        x = _with_zeros_behind(x)
         return torch.mm(x, y) if bias is None else torch.addmm(bias, x, y)
     out = x.new_empty(x.shape[0], y.shape[1])
     matmul_into(out, [x], [y], bias)
@@ -116,7 +116,7 @@ def matmul_add(total: Tensor, x: Tensor, y: Tensor) -> None:
         if widens(x):
             total.copy_(total.float().addmm_(x.float(), y.float()))
         else:
-            total.addmm_(_in_whole_steps(x), y)
+            total.addmm_(_with_zeros_behind(x), y)
         return
     assert total.dtype == torch.float32 and is_16_bit(x.dtype), (x.dtype, total.dtype)
     if x.is_cuda and torch.version.hip is None:
