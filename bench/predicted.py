@@ -62,7 +62,7 @@ def transports_of(times: Mapping[int, Mapping[str, float]]) -> measured.Steps:
 
 
 def entries_of(rows: Mapping[str, Mapping[str, float]], ranks: int) -> list[tables.Entry]:
-    """Of groups of so many ranks.
+    """What the table says of groups of so many ranks, for each operation, width and dtype.
 
     rows   by "operation model tokens": microseconds, "unfused", "fused" and, of a gather by copies, "copied"
     """

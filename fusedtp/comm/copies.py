@@ -25,7 +25,7 @@ Note [Two rotating buffers] in workspace.py:
 
 A copy needs its destination's address when it is enqueued, so the host must know which slot the device's epoch stands
 for. It counts the epochs that it has begun. What a captured graph counts it cannot see: under capture, and on a
-workspace with a captured graph, programs send. So they do where HIP is CUDA.
+workspace with a captured graph, programs send. With HIP they always do.
 
 A rank whose kernel has failed sends nothing more by programs. Copies that its host had enqueued before it looked are
 made all the same. They can overwrite rows that a slow peer still reads. That peer misses this rank's arrival in one of

@@ -66,6 +66,7 @@ class Driver(NamedTuple):
 
 @cache
 def driver() -> Driver:
+    """Of this machine. Raises OSError where there is none."""
     library = ctypes.CDLL("libcuda.so.1")
     made = Driver(library.cuStreamCreateWithPriority, library.cuMemcpyDtoDAsync_v2)
     made.create.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint, ctypes.c_int]
@@ -82,7 +83,7 @@ class SideStream:
     """CUDA: a stream beside the current one, for copies.
 
     It is nobody else's. torch's own come from a pool and may be used by FSDP as well: copies behind an NCCL kernel that
-    finds no room beside the kernels that wait for them would never be made.
+    finds no room beside kernels that wait for those copies would never be made.
 
     Copies go straight to the driver: a gather makes two of them a peer, and torch would make two views for each.
     """

@@ -111,7 +111,10 @@ def matmul_as(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def matmul_add(total: Tensor, x: Tensor, y: Tensor) -> None:
-    """total [M, N] += x [M, K] @ y [K, N], without a copy; an fp32 total of 16-bit operands takes them unrounded."""
+    """total [M, N] += x [M, K] @ y [K, N]; an fp32 total of 16-bit operands takes them unrounded.
+
+    Nothing is copied on a GPU; on a CPU see the notes above.
+    """
     if total.dtype == x.dtype:
         if widens(x):
             total.copy_(total.float().addmm_(x.float(), y.float()))
