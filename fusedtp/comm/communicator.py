@@ -62,6 +62,7 @@ class Communicator:
         self.engine_calls: dict[tuple[str, str], int] = {}  # (operation, engine that ran) -> calls
         self.layer_calls: dict[tuple[str, str], int] = {}  # (kind of layer, engine that ran) -> calls
         self.plans: dict[Any, Any] = {}  # how operations run here, see ops/operation.py
+        self.kinds: dict[Any, Any] = {}  # calls of linear layers that were checked: Note [Kinds of calls] there
         self.joint: dict[Any, bool] = {}  # whose gradients share a call, see ops/column_backward.py
         self.exchanges: dict[tuple[str, torch.dtype], str] = {}  # engines of experts, see ops/moe/plan.py
         self.draws = Draws()  # of random numbers, for layers of which ranks have unequal parts
@@ -253,7 +254,9 @@ def _forget(name: str, made: int) -> None:
     """The group is gone, and with it its workspace."""
     with _registry_lock:
         if name in _registry and id(_registry[name]) == made:
-            _registry.pop(name).plans.clear()  # which name the communicator
+            gone = _registry.pop(name)
+            gone.plans.clear()  # which name the communicator
+            gone.kinds.clear()
 
 
 @constant_to_compiler

@@ -66,9 +66,15 @@ class Launch:
         device: torch.device,
         sending: Sending | None = None,
         pointers: dict[str, Any] | None = None,
+        *,
+        alike: bool = False,
     ) -> None:
-        """Start the kernel of a call of the group. `sending`: copies beside the kernel, which then sends nothing.
-        `pointers`: the arguments that were missing, in a dictionary of this call alone.
+        """Start the kernel of a call of the group.
+
+        sending    copies beside the kernel, which then sends nothing
+        pointers   the arguments that were missing, in a dictionary of this call alone
+        alike      this launch is kept by the `layouts` of all of them that the call was given, so that they are of one
+                   kind in all its runs; the other ones are new and contiguous, of the same dtypes
 
         Ranks that share a GPU (their view has a `meet`, a barrier of the host threads) load the kernel before any of
         them starts it, and all start it before any goes on: what waits for the device, as loading a module or making a
@@ -76,8 +82,12 @@ class Launch:
         """
         given = pointers or {}
         peers = given.pop("peers", None)
+        if view.meet is None and sending is None and is_current(device):
+            if self.programs:
+                self.repeated.start(device, given, peers, alike)
+            return
         meet = None if view.meet is None or is_capturing() else view.meet
-        with on(device) if device.type == "cuda" else _HERE:
+        with on(device):
             if meet is not None:
                 with _LOADING:
                     self.repeated.load(given, peers)
@@ -86,7 +96,7 @@ class Launch:
                 if sending is not None:
                     sending.send()
                 if self.programs:
-                    self.repeated.start(device, given, peers)
+                    self.repeated.start(device, given, peers, alike)
             finally:
                 if sending is not None:
                     sending.join()
@@ -113,11 +123,11 @@ class Launch:
             made.start(device, given)
 
 
-def layouts(*tensors: Tensor) -> tuple[Any, ...]:
-    """Cache key of a prepared launch: shape, strides and alignment of each operand."""
-    found = []
+def layouts(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Cache key of a prepared launch: shape, strides, alignment and dtype of each operand."""
+    found: list[Any] = []
     for t in tensors:
-        found.append((t.shape, t.stride(), t.data_ptr() % 16 == 0))
+        found.append(None if t is None else (t.shape, t.stride(), t.data_ptr() % 16 == 0, t.dtype))
     return tuple(found)
 
 
@@ -147,32 +157,42 @@ class Repeated:
         self._places: list[int] = []  # of a call's arguments among all
         # of each kind: what was compiled, which unloads its module when nobody holds it; its launcher; its arguments
         self._ready: dict[Any, tuple[Any, Any, list[Any]]] = {}
+        self._only: tuple[Any, Any, list[Any]] | None = None  # the one of calls that are alike
 
-    def start(self, device: torch.device, given: Mapping[str, Any] = {}, peers: Any = None) -> None:
+    def start(
+        self, device: torch.device, given: Mapping[str, Any] = {}, peers: Any = None, alike: bool = False
+    ) -> None:
         """Start on the current stream of `device`, the current one, with the arguments that `args` lacks.
 
         given   the same names in every call, in one order: tensors, None, tuples of these, integers, and TMA
                 descriptors of the same tiles in every call
         peers   one more; the same object until the group's memory moves
+        alike   all else that Triton chooses by is the same in every call: what is a tensor or None, dtypes, alignment
         """
         if peers is not self._peers:
             self._ready.clear()
-            self._peers = peers
-        kinds: tuple[Any, ...] | None = () if self._compiled else None
-        values: list[Any] = []
-        if given and self._compiled:
-            kinds, values = _looked_at(given.values())
-        ready = self._ready.get(kinds)
+            self._peers, self._only = peers, None
         enter, leave = self._runtime.launch_enter_hook, self._runtime.launch_exit_hook
-        if ready is None or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            args = {**self.args, **given} if peers is None else {**self.args, **given, "peers": peers}
-            compiled = self.kernel[(self.programs,)](**args, **self.options)
-            if kinds is not None:
-                self._keep(kinds, compiled, args, list(given))
-            return
+        watched = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        ready, kinds = self._only if alike else None, None
+        if ready is None or watched:
+            if self._compiled:
+                kinds = _kinds(given.values())
+                ready = self._ready.get(kinds)
+            if ready is None or watched:
+                args = {**self.args, **given} if peers is None else {**self.args, **given, "peers": peers}
+                compiled = self.kernel[(self.programs,)](**args, **self.options)
+                if kinds is not None:
+                    self._keep(kinds, compiled, args, list(given))
+                return
+            self._only = ready
         _compiled, launch, first = ready
         arguments = first.copy()
-        for place, value in zip(self._places, values):
+        for place, value in zip(self._places, given.values()):
+            if type(value) is tuple:
+                value = tuple([None if each is None else each.data_ptr() for each in value])
+            elif isinstance(value, Tensor):
+                value = value.data_ptr()
             arguments[place] = value
         if device.type == "cuda":
             arguments[STREAM] = torch._C._cuda_getCurrentRawStream(device.index)
@@ -198,38 +218,31 @@ class Repeated:
         self._ready.setdefault(kinds, (compiled, compiled.run, arguments))
 
 
-def _looked_at(given: Iterable[Any]) -> tuple[tuple[Any, ...] | None, list[Any]]:
-    """By what Triton chooses what it compiled for these arguments, and them as a launcher takes them.
+def _kinds(given: Iterable[Any]) -> tuple[Any, ...] | None:
+    """By what Triton chooses what it compiled for these arguments.
 
-    The former is None where 16 does not divide an address: then Triton has to choose.
+    None where 16 does not divide an address: then Triton has to choose.
     """
     kinds: list[Any] = []
-    values: list[Any] = []
     low = 0
     for value in given:
         if value is None:
             kinds.append(None)
         elif type(value) is tuple:
-            of_tuple = []
             for each in value:
                 if each is None:
                     kinds.append(None)
                 else:
                     kinds.append(each.dtype)
-                    each = each.data_ptr()
-                    low |= each
-                of_tuple.append(each)
-            value = tuple(of_tuple)
+                    low |= each.data_ptr()
         elif isinstance(value, Tensor):
             kinds.append(value.dtype)
-            value = value.data_ptr()
-            low |= value
+            low |= value.data_ptr()
         elif isinstance(value, int):  # one, a multiple of 16, of more than 32 bits
             kinds.append((value == 1, value & 15 == 0, value >> 31))
         else:  # a TMA descriptor, whose address is one that 16 divides
             kinds.append(value.base.dtype)
-        values.append(value)
-    return None if low & 15 else tuple(kinds), values
+    return None if low & 15 else tuple(kinds)
 
 
 def _addresses(value: Any) -> Any:
@@ -239,8 +252,11 @@ def _addresses(value: Any) -> Any:
     return value.data_ptr() if isinstance(value, Tensor) else value
 
 
+def is_current(device: torch.device) -> bool:
+    """Whether launches go to `device` as things are."""
+    return device.type != "cuda" or device.index == torch.cuda.current_device()
+
+
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """`device` as the current one; that costs nothing where it is."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(device)
+    return _HERE if is_current(device) else torch.cuda.device(device)

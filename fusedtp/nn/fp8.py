@@ -357,7 +357,7 @@ class InFP8:
         """matmul_reduce_scatter: x [T, K_r], w [N, K_r] -> [T_r, N]."""
         at = place(group)
         with propagate_errors(at):
-            rows = rows_of_full(x.shape, at, sizes, dim)
+            rows = rows_of_full(x, at, sizes, dim)
             if rows.total < self.min_rows:
                 how: dict[str, Any] = dict(bias=bias, sizes=sizes, dim=dim, engine=engine, layer=layer)
                 return ops.matmul_reduce_scatter(x, weight, group, **how)

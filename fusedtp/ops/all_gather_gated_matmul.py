@@ -50,6 +50,7 @@ from .launch.run import check, machine_for, of_one_layout
 from .main_grad import MainGrad, main_grads_of
 from .matmul import linear, matmul_into, to_fp32
 from .operation import (
+    Checked,
     Example,
     FusedKernel,
     LocalOperation,
@@ -58,10 +59,7 @@ from .operation import (
     Plan,
     Shared,
     Spec,
-    as_autocast,
-    check_linear,
     laid_alike,
-    needs_grad,
     parts,
     wanted,
 )
@@ -111,28 +109,22 @@ def all_gather_gated_matmul(
                 f"rank {at.rank}: got weights {[tuple(w.shape) for w in weights]} and {len(biases)} biases; wanted "
                 "gate and up of one shape, a bias or None each"
             )
-        rows = rows_of_shard(x, at, sizes, dim)
         main_grads = main_grads_of(weights)
-        x, *operands = as_autocast(at.device_type, x, *weights, *biases)
-        weights, biases = operands[:2], operands[2:]
-        own, _ = parts(operands)
-        own_weights, own_biases = own[:2], own[2:]
-        check_linear(at, x, own_weights, own_biases)
-        needs = needs_grad(x, *weights, *biases)
-        spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
+        call, x, operands, own = op.checked(at, rows_of_shard, x, weights, biases, sizes, dim, engine, layer)
+        spec, plan = call
         flat = x if dim == 0 else x.flatten(0, -2)
-        if needs:
-            y = _GatedColumnParallel.apply(spec, main_grads, keep_gathered, flat, *weights, *biases, act)
+        if spec.needs_grad:
+            y = _GatedColumnParallel.apply(call, main_grads, keep_gathered, flat, *operands, act)
         else:
-            y = op(spec, flat, own_weights, own_biases, act, False, False)[0]
-        return (y if dim == 0 else y.view(rows.batch, rows.length, y.shape[1]),)
+            y = op(spec, flat, own[:2], own[2:], act, False, False, plan=plan)[0]
+        return (y if dim == 0 else y.view(spec.batch, sum(spec.sizes), y.shape[1]),)
 
 
 class _GatedColumnParallel(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        spec: Spec,
+        call: Checked,
         main_grads: Sequence[MainGrad | None],
         keep: bool,
         x: Tensor,
@@ -142,10 +134,11 @@ class _GatedColumnParallel(Function):
         up_bias: Tensor | None,
         act: str,
     ) -> Tensor:
+        spec, plan = call
         need_x, need_weights = spec.needs_grad & 1, spec.needs_grad >> 1 & 3
         keep = keep and need_weights != 0
         (x, gate, up, gate_bias, up_bias), ctx.lying = parts((x, gate, up, gate_bias, up_bias))
-        y, g, u, *gathered = op(spec, x, [gate, up], [gate_bias, up_bias], act, True, keep)
+        y, g, u, *gathered = op(spec, x, [gate, up], [gate_bias, up_bias], act, True, keep, plan=plan)
         saved = (gathered[0] if keep else x) if need_weights else None
         ctx.save_for_backward(g, u, saved, *((gate, up) if need_x else ()))
         ctx.spec, ctx.main_grads, ctx.has_gathered = spec._replace(needs_grad=0), main_grads, keep
@@ -256,7 +249,7 @@ def triton(
         x = x if copies is None else x.contiguous()
         weights = of_one_layout(weights)
         view = call.kernel_view()
-        key = copies is None, act, products, layouts(x, *weights)
+        key = copies is None, act, products, keep, layouts(x, *weights, *biases)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [*weights, *biases], rows.total)
@@ -269,7 +262,7 @@ def triton(
         outs = outputs(x, weights, rows, products, keep)
         sending = None if copies is None else sending_of(copies, plan.comm.rank, x, rows, launch.config)
         given = pointers(plan.peers(view), x, weights, biases, outs, products)
-        launch.run(view, x.device, sending, given)
+        launch.run(view, x.device, sending, given, alike=True)
     return outs
 
 
@@ -300,6 +293,7 @@ op = Operation(
     fake=_fake,
     reference=reference,
     shared=lambda x, *_: Shared(x.dtype, x.shape[1], 2),
+    linear=lambda x, weights, biases: (x, weights, biases, "silu", False, False),
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
     slot_bytes=dict(
         chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize,

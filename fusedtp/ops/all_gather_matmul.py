@@ -47,12 +47,13 @@ from .launch.config import (
     power_of_two,
     tiles,
 )
-from .launch.operands import of_vectors, weight_descriptors, weights_by_tma
+from .launch.operands import describe_weights, of_vectors, weights_by_tma
 from .launch.run import check, machine_for
 from .main_grad import MainGrad, accumulate_grad, main_grads_of, wgrad_dtype
 from .matmul import linear, matmul_as, matmul_into, to_fp32
 from .operation import (
     OPERATIONS,
+    Checked,
     Example,
     FusedKernel,
     OnRank,
@@ -60,10 +61,7 @@ from .operation import (
     Plan,
     Shared,
     Spec,
-    as_autocast,
-    check_linear,
     laid_alike,
-    needs_grad,
     parts,
     wanted,
 )
@@ -115,39 +113,33 @@ def all_gather_matmul(
             raise ValueError(
                 f"{len(weights)} weights, {len(biases)} biases; give at least one weight, a bias or None each"
             )
-        rows = rows_of_shard(x, at, sizes, dim)
-        main_grads = main_grads_of(weights)
-        x, *operands = as_autocast(at.device_type, x, *weights, *biases)
-        weights, biases = operands[: len(weights)], operands[len(weights) :]
-        own, _ = parts(operands)
-        own_weights, own_biases = own[: len(weights)], own[len(weights) :]
-        check_linear(at, x, own_weights, own_biases)
-        needs = needs_grad(x, *weights, *biases)
-        spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
+        main_grads, n = main_grads_of(weights), len(weights)
+        call, x, operands, own = op.checked(at, rows_of_shard, x, weights, biases, sizes, dim, engine, layer)
+        spec, plan = call
         flat = x if dim == 0 else x.flatten(0, -2)
-        if needs:
-            ys = _ColumnParallel.apply(spec, main_grads, keep_gathered, flat, *weights, *biases)
+        if spec.needs_grad:
+            ys = _ColumnParallel.apply(call, main_grads, keep_gathered, flat, *operands)
         else:
-            ys = tuple(op(spec, flat, own_weights, own_biases, False))
-        return ys if dim == 0 else tuple(y.view(rows.batch, rows.length, y.shape[1]) for y in ys)
+            ys = tuple(op(spec, flat, own[:n], own[n:], False, plan=plan))
+        return ys if dim == 0 else tuple(y.view(spec.batch, sum(spec.sizes), y.shape[1]) for y in ys)
 
 
 class _ColumnParallel(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        spec: Spec,
+        call: Checked,
         main_grads: Sequence[MainGrad | None],
         keep: bool,
         x: Tensor,
         *operands: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        n = len(main_grads)
+        (spec, plan), n = call, len(main_grads)
         (x, *own), ctx.lying = parts((x, *operands))
         weights, biases = own[:n], own[n:]
         need_x, need_weights = spec.needs_grad & 1, spec.needs_grad >> 1 & ((1 << n) - 1)
         keep = keep and need_weights != 0
-        outs = op(spec, x, weights, biases, keep)
+        outs = op(spec, x, weights, biases, keep, plan=plan)
         # what no gradient reads is neither kept nor guarded against changes
         saved = (outs[n] if keep else x) if need_weights else None
         ctx.save_for_backward(saved, *(weights if need_x else ()))
@@ -250,7 +242,7 @@ def triton(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | N
         copies = call.copies() if plan.copies else None
         x = x if copies is None else x.contiguous()
         view = call.kernel_view()
-        key = copies is None, layouts(x, *weights)
+        key = copies is None, keep, layouts(x, *weights, *biases)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [*weights, *biases], rows.total)
@@ -266,7 +258,7 @@ def triton(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | N
         gathered = x.new_empty(plan.total_rows, x.shape[1]) if keep else None
         sending = None if copies is None else sending_of(copies, plan.comm.rank, x, rows, launch.config)
         given = pointers(launch, plan.peers(view), x, weights, biases, outputs, gathered)
-        launch.run(view, x.device, sending, given)
+        launch.run(view, x.device, sending, given, alike=True)
     return outputs if gathered is None else [*outputs, gathered]
 
 
@@ -295,6 +287,7 @@ op = Operation(
     fake=_fake,
     reference=reference,
     shared=lambda x, weights, biases, keep: Shared(x.dtype, x.shape[1], len(weights)),
+    linear=lambda x, weights, biases: (x, weights, biases, False),
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
     slot_bytes=dict(
         chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize,
@@ -416,7 +409,7 @@ def pointers(
         gathered=gathered,
     )
     if launch.args["TMA"]:
-        args |= weight_descriptors(launch, weights)
+        describe_weights(args, launch, weights)
     return args
 
 

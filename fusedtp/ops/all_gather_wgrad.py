@@ -25,7 +25,7 @@ from .all_gather_matmul import (
 )
 from .column_backward import wgrads
 from .launch.config import VECTOR, Config, Machine
-from .launch.operands import descriptors, even_columns, takes_tma
+from .launch.operands import DESCRIPTORS, described, even_columns, takes_tma
 from .launch.run import check, machine_for
 from .matmul import matmul_as
 from .operation import Example, FusedKernel, OnRank, Operation, Plan, Shared, Spec
@@ -102,7 +102,7 @@ def triton(plan: Plan, x: Tensor, dys: list[Tensor], dtype: torch.dtype) -> list
         copies = call.copies() if plan.copies else None
         x = x if copies is None else x.contiguous()
         view = call.kernel_view()
-        key = copies is None, layouts(x, *padded)
+        key = copies is None, dtype, layouts(x, *padded)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, dys)
@@ -112,7 +112,8 @@ def triton(plan: Plan, x: Tensor, dys: list[Tensor], dtype: torch.dtype) -> list
         for dy in padded:
             outputs.append(x.new_empty(dy.shape[1], x.shape[1], dtype=dtype))
         sending = None if copies is None else sending_of(copies, plan.comm.rank, x, rows, launch.config)
-        launch.run(view, x.device, sending, pointers(launch, plan.peers(view), x, padded, outputs))
+        given = pointers(launch, plan.peers(view), x, padded, outputs)
+        launch.run(view, x.device, sending, given, alike=True)
     for i, dy in enumerate(dys):
         outputs[i] = outputs[i][: dy.shape[1]]
     return outputs
@@ -205,7 +206,9 @@ def pointers(launch: Launch, peers: Any, x: Tensor, dys: Sequence[Tensor], outpu
     """The arguments that a prepared launch lacks. outputs dw_i [N_i, K] of x's dtype, or fp32: as accumulated."""
     args = dict(peers=peers, x=x, grads=tuple(dys), outputs=tuple(outputs))
     if launch.args["TMA"]:
-        args |= descriptors(dys, [launch.config.block_k, launch.config.block_m])
+        block = [launch.config.block_k, launch.config.block_m]
+        for name, dy in zip(DESCRIPTORS, dys):
+            args[name] = described(dy, block)
     return args
 
 

@@ -44,19 +44,19 @@ from .matmul_reduce_scatter import (
 )
 from .matmul_reduce_scatter import chunked as reduce_scatter_chunked
 from .operation import (
+    Checked,
     Example,
     FusedKernel,
     OnRank,
     Operation,
     Plan,
     Shared,
-    Spec,
     as_autocast,
-    check_linear,
-    needs_grad,
+    laid_alike,
+    parts,
     wanted,
 )
-from .rows import Rows, split
+from .rows import Rows, rows_of_all, split
 from .shards import gather_rows
 
 TWO_SHOT_BYTES = 1 << 20  # chunked: from this size on an all-reduce is a reduce-scatter and an all-gather
@@ -83,7 +83,9 @@ def matmul_all_reduce(
         layer   the kind of layer that the call is counted for
         return  [..., N]  the same bits on every rank
 
-    A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
+    The weight or bias may be a DTensor on the group's mesh, of which each rank's part is meant: Note [DTensors as
+    operands] in operation.py. A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in
+    main_grad.py.
 
     "multimem" needs GPUs of sm_90 or later behind a switch that sums, in an order of its own. The bias is in rank 0's
     partial before it is rounded, so that in fp16 this may overflow where the sum does not. Ranks of a virtual world and
@@ -95,15 +97,14 @@ def matmul_all_reduce(
     at = place(group)
     with propagate_errors(at):
         (main_grad,) = main_grads_of([weight])
-        x, weight, bias = as_autocast(at.device_type, x, weight, bias)
-        check_linear(at, x, [weight], [bias])
-        flat, needs = x if x.dim() == 2 else x.flatten(0, -2), needs_grad(x, weight, bias)
-        spec = Spec(at.name, at.rank, split(flat.shape[0], at.world_size), 1, engine, needs, layer)
-        if needs:
-            y = _AllReduced.apply(spec, main_grad, flat, weight, bias)
+        given = op.checked(at, rows_of_all, x, [weight], [bias], None, 0, engine, layer)
+        call, x, (weight, bias), (own_weight, own_bias) = given
+        flat = x if x.dim() == 2 else x.flatten(0, -2)
+        if call.spec.needs_grad:
+            y = _AllReduced.apply(call, main_grad, flat, weight, bias)
         else:
-            y = op(spec, flat, weight, bias)
-        return y if flat is x else y.reshape(*x.shape[:-1], weight.shape[0])
+            y = op(call.spec, flat, own_weight, own_bias, plan=call.plan)
+        return y if flat is x else y.reshape(*x.shape[:-1], y.shape[1])
 
 
 def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -122,21 +123,22 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 class _AllReduced(Function):
-    """Both gradients are local. `spec` None: so is the forward."""
+    """Both gradients are local. `call` None: so is the forward."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        spec: Spec | None,
+        call: Checked | None,
         main_grad: MainGrad | None,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
         _, _, need_x, need_weight, _ = ctx.needs_input_grad
+        (x, weight, bias), ctx.lying = parts((x, weight, bias))
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.main_grad = main_grad
-        return linear(x, weight, bias) if spec is None else op(spec, x, weight, bias)
+        return linear(x, weight, bias) if call is None else op(call.spec, x, weight, bias, plan=call.plan)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -144,7 +146,7 @@ class _AllReduced(Function):
         _, _, need_x, need_w, need_b = wanted(ctx)
         dx = matmul(dy, weight) if need_x else None
         dw = weight_grad(dy, x, ctx.main_grad) if need_w else None
-        return None, None, dx, dw, dy.sum(0) if need_b else None
+        return None, None, *laid_alike((dx, dw, dy.sum(0) if need_b else None), ctx.lying)
 
 
 # -- engines ---------------------------------------------------------------------------------------------------------
@@ -194,7 +196,7 @@ def _by_kernel(plan: Plan, by_switch: bool, x: Tensor, weight: Tensor, bias: Ten
     (x,), (weight,) = even_depth([x], [weight])
     with plan.call() as call:
         view = call.kernel_view()
-        key = view.multicast is None, *layouts(x, weight)
+        key = view.multicast is None, *layouts(x, weight, bias)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [weight, bias])
@@ -205,7 +207,7 @@ def _by_kernel(plan: Plan, by_switch: bool, x: Tensor, weight: Tensor, bias: Ten
         given = pointers(launch, plan.peers(view), [x], [weight], bias, y)
         if by_switch:
             given["multicast"] = view.multicast
-        launch.run(view, x.device, None, given)
+        launch.run(view, x.device, None, given, alike=True)
     return y
 
 
@@ -227,6 +229,7 @@ op = Operation(
     fake=lambda spec, x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
     reference=reference,
     shared=lambda x, weight, bias: Shared(x.dtype, weight.shape[0], 1, int(bias is not None)),
+    linear=lambda x, weights, biases: (x, weights[0], biases[0]),
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton, multimem=multimem),
     slot_bytes=dict(
         multimem=lambda rows, shared: multimem_slot_bytes(rows.total, shared.features, shared.dtype),

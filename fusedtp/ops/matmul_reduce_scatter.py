@@ -30,23 +30,20 @@ from fusedtp.comm.launching import Launch, layouts
 
 from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, block, deep, narrowed, reduce_programs, tiles
-from .launch.operands import MOST_DESCRIPTORS, even_depth, local_descriptors, local_operands, local_tiles
+from .launch.operands import MOST_DESCRIPTORS, describe_operands, even_depth, local_operands, local_tiles
 from .launch.run import check, machine_for
 from .main_grad import MainGrad, main_grads_of, weight_grad
 from .matmul import joined, matmul_into, side_by_side, sum_in_rank_order, sum_linear_into, to_fp32
 from .operation import (
     OPERATIONS,
+    Checked,
     Example,
     FusedKernel,
     OnRank,
     Operation,
     Plan,
     Shared,
-    Spec,
-    as_autocast,
-    check_linear,
     laid_alike,
-    needs_grad,
     parts,
     wanted,
 )
@@ -87,31 +84,28 @@ def matmul_reduce_scatter(
     """
     at = place(group)
     with propagate_errors(at):
-        rows = rows_of_full(x.shape, at, sizes, dim)
         (main_grad,) = main_grads_of([weight])
-        x, weight, bias = as_autocast(at.device_type, x, weight, bias)
-        (own_weight, own_bias), _ = parts((weight, bias))
-        check_linear(at, x, [own_weight], [own_bias])
-        needs = needs_grad(x, weight, bias)
-        spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs, layer)
+        given = op.checked(at, rows_of_full, x, [weight], [bias], sizes, dim, engine, layer)
+        (spec, plan), x, (weight, bias), (own_weight, own_bias) = given
         flat = x if dim == 0 else x.flatten(0, -2)
-        if needs:
-            y = _RowParallel.apply(spec, main_grad, flat, weight, bias)
+        if spec.needs_grad:
+            y = _RowParallel.apply(given[0], main_grad, flat, weight, bias)
         else:
-            y = op(spec, [flat], [own_weight], own_bias)
-        return y if dim == 0 else y.view(rows.batch, rows.sizes[at.rank], y.shape[1])
+            y = op(spec, [flat], [own_weight], own_bias, plan=plan)
+        return y if dim == 0 else y.view(spec.batch, spec.sizes[at.rank], y.shape[1])
 
 
 class _RowParallel(Function):
     @staticmethod
     def forward(
-        ctx: Any, spec: Spec, main_grad: MainGrad | None, x: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, call: Checked, main_grad: MainGrad | None, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
+        spec, plan = call
         need_x, need_weight = spec.needs_grad & 1, spec.needs_grad & 2
         (x, weight, bias), ctx.lying = parts((x, weight, bias))
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.spec, ctx.main_grad, ctx.gathered_dy = spec._replace(needs_grad=0), main_grad, None
-        return op(spec, [x], [weight], bias)
+        return op(spec, [x], [weight], bias, plan=plan)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -194,14 +188,14 @@ def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Te
     xs, weights = even_depth(xs, weights)
     with plan.call() as call:
         view = call.kernel_view()
-        key = layouts(*xs, *weights)
+        key = layouts(*xs, *weights, bias)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, xs[0], [*xs[1:], *weights, bias])
             how = kernel_for(rows, weights[0].shape[0], xs[0].dtype)
             launch = plan.launches[key] = how(view, xs, weights, rows, None, machine_for(view, xs[0]))
         y = xs[0].new_empty(plan.own_rows, weights[0].shape[0])
-        launch.run(view, y.device, None, pointers(launch, plan.peers(view), xs, weights, bias, y))
+        launch.run(view, y.device, None, pointers(launch, plan.peers(view), xs, weights, bias, y), alike=True)
     return y
 
 
@@ -220,6 +214,7 @@ op = Operation(
     fake=lambda spec, xs, weights, bias: xs[0].new_empty(spec.batch * spec.sizes[spec.rank], weights[0].shape[0]),
     reference=reference,
     shared=lambda xs, weights, bias: Shared(xs[0].dtype, weights[0].shape[0], len(xs), int(bias is not None)),
+    linear=lambda x, weights, biases: ([x], weights, biases[0]),
     engines=dict(local=local, collective=collective, chunked=chunked, triton=triton),
     slot_bytes=dict(
         chunked=lambda rows, shared: rows.total * shared.features * shared.dtype.itemsize,
@@ -362,7 +357,7 @@ def pointers(
     bias = None if bias is None else bias.contiguous()
     args = dict(peers=peers, xs=tuple(xs), ws=tuple(weights), bias=bias, y=y)
     if launch.args["TMA"]:
-        args |= local_descriptors(launch, xs, weights)
+        describe_operands(args, launch, xs, weights)
     return args
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -107,8 +108,9 @@ def rows_of_shard(x: Tensor, at: Place, sizes: Sequence[int] | None, dim: int) -
     return rows
 
 
-def rows_of_full(shape: Sequence[int], at: Place, sizes: Sequence[int] | None, dim: int) -> Rows:
-    """The row map when a tensor of this shape holds all rows. Without `sizes` they are split as torch.chunk does."""
+def rows_of_full(x: Tensor, at: Place, sizes: Sequence[int] | None, dim: int) -> Rows:
+    """The row map when `x` holds all rows. Without `sizes` they are split as torch.chunk does."""
+    shape = x.shape
     if dim not in (0, 1) or len(shape) != 2 + dim:
         raise ValueError(f"with dim={dim} x must have {2 + dim} dimensions (dim 0 or 1), not shape {tuple(shape)}")
     batch = shape[0] if dim == 1 else 1
@@ -119,6 +121,11 @@ def rows_of_full(shape: Sequence[int], at: Place, sizes: Sequence[int] | None, d
     if rows.length != shape[dim]:
         raise ValueError(f"sizes {list(rows.sizes)} sum to {rows.length} but dimension {dim} of {tuple(shape)} differs")
     return rows
+
+
+def rows_of_all(x: Tensor, at: Place, _sizes: object = None, _dim: int = 0) -> Rows:
+    """The row map of rows [..., K] that every rank has and keeps: each sums those that torch.chunk gives it."""
+    return Rows(split(math.prod(x.shape[:-1]), at.world_size))
 
 
 def _check_sizes(sizes: tuple[int, ...], at: Place) -> None:

@@ -174,7 +174,7 @@ def triton(
     with plan.call() as call:
         copies = call.copies() if plan.copies else None
         view = call.kernel_view()
-        key = copies is None, layouts(x, *weights, *w_scales)
+        key = copies is None, keep, dtype, layouts(x, *weights, *w_scales, *biases)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [], max(rows.total, *map(len, weights)), fp8.FORMATS)
@@ -187,7 +187,7 @@ def triton(
         outs, gathered = outputs(x, weights, rows, dtype, keep)
         sending = None if copies is None else sending_of(copies, plan.comm.rank, x, rows, launch.config)
         given = pointers(launch, plan.peers(view), x, weights, biases, outs, gathered)
-        launch.run(view, x.device, sending, given | scale_pointers(w_scales))
+        launch.run(view, x.device, sending, given | scale_pointers(w_scales), alike=True)
     return outs if gathered is None else [*outs, gathered.view(torch.uint8)]
 
 

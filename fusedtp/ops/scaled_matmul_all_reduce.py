@@ -115,7 +115,7 @@ def triton(
     total, n = x.shape[0], w.shape[0]
     with plan.call() as call:
         view = call.kernel_view()
-        key = layouts(x, w, x_scale, w_scale)
+        key = layouts(x, w, x_scale, w_scale, bias)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [], max(total, *w.shape), fp8.FORMATS)
@@ -124,7 +124,7 @@ def triton(
             launch = plan.launches[key] = scaled(launch, x_scale, w_scale)
         y = x.new_empty(total, n, dtype=dtype)
         args = pointers(launch, plan.peers(view), [x], [w], bias, y)
-        launch.run(view, y.device, None, args | scale_pointers(x_scale, w_scale))
+        launch.run(view, y.device, None, args | scale_pointers(x_scale, w_scale), alike=True)
     return y
 
 

@@ -67,7 +67,7 @@ def scaled_matmul_reduce_scatter(
     """
     at = place(group)
     with propagate_errors(at):
-        rows = rows_of_full(x.shape, at, sizes, dim)
+        rows = rows_of_full(x, at, sizes, dim)
         fp8.check(at, x, x_scale, [weight], [w_scale], [bias], dtype)
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, 0, layer)
         flat = x if dim == 0 else x.flatten(0, -2)
@@ -128,7 +128,7 @@ def triton(
     rows, x, w = plan.rows, fp8.columns_together(x), fp8.columns_together(w)
     with plan.call() as call:
         view = call.kernel_view()
-        key = layouts(x, w, x_scale, w_scale)
+        key = layouts(x, w, x_scale, w_scale, bias)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [], max(rows.total, *w.shape), fp8.FORMATS)
@@ -137,7 +137,7 @@ def triton(
             plan.launches[key] = launch
         y = x.new_empty(plan.own_rows, w.shape[0], dtype=dtype)
         given = pointers(launch, plan.peers(view), [x], [w], bias, y)
-        launch.run(view, y.device, None, given | scale_pointers(x_scale, w_scale))
+        launch.run(view, y.device, None, given | scale_pointers(x_scale, w_scale), alike=True)
     return y
 
 

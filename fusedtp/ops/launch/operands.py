@@ -21,6 +21,10 @@ from .config import ALL_REGISTERS, VECTOR, Config, Machine, tiles
 
 INT32 = 2**31 - 1
 MOST_DESCRIPTORS = 4  # that a kernel has parameters for
+# Names of a kernel's parameters. Strides stay those of pointers, which it is given as well.
+DESCRIPTORS, W_DESCRIPTORS, X_DESCRIPTORS = (
+    tuple([f"{kind}descriptor{i}" for i in range(MOST_DESCRIPTORS)]) for kind in ("", "w_", "x_")
+)
 LOW = 64
 SHORTEST_BYTES = 32  # of a row that one instruction of the matrix units takes
 BARRIER_BYTES = 1024  # at least what a kernel's barriers take of shared memory
@@ -45,14 +49,19 @@ def describable(x: Tensor) -> bool:
     )
 
 
-def described(x: Tensor, block: list[int]) -> Any:
+def described(x: Tensor, block: list[int], across: bool = False) -> Any:
     """The TMA descriptor of a matrix that TMA takes, made without its constructor, whose checks `describable` has made.
 
     An eager call makes up to eight, and the checks take some microseconds each time.
+
+    across   of x transposed
     """
     kind = _descriptor()
     made = kind.__new__(kind)
     made.base, made.shape, made.strides, made.block_shape = x, [*x.shape], [*x.stride()], block
+    if across:
+        made.shape.reverse()
+        made.strides.reverse()
     return made
 
 
@@ -98,22 +107,23 @@ def weights_by_tma(config: Config, weights: Sequence[Tensor]) -> tuple[bool, boo
     return across, across
 
 
-def weight_descriptors(launch: Launch, weights: Sequence[Tensor], name: str = "descriptor") -> dict[str, Any]:
-    """Arguments name0, name1, ... of a launch that takes weights by TMA, which has ACROSS for whether as [K_i, N_i]."""
-    config = launch.config
-    if launch.args["ACROSS"]:
-        weights, block = [w.t() for w in weights], [config.block_k, config.block_n]
-    else:
-        block = [config.block_n, config.block_k]
-    return descriptors(weights, block, name)
+def describe_weights(
+    args: dict[str, Any], launch: Launch, weights: Sequence[Tensor], names: Sequence[str] = DESCRIPTORS
+) -> None:
+    """Adds to the arguments of a launch that takes weights by TMA, which has ACROSS for whether as [K_i, N_i]."""
+    config, across = launch.config, launch.args["ACROSS"]
+    block = [config.block_k, config.block_n] if across else [config.block_n, config.block_k]
+    for name, w in zip(names, weights):
+        args[name] = described(w, block, across)
 
 
-def local_descriptors(launch: Launch, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> dict[str, Any]:
-    """The weights of a launch with `local_operands` that takes them by TMA, and the x_i if those go by TMA too."""
-    args = weight_descriptors(launch, weights, "w_descriptor")
+def describe_operands(args: dict[str, Any], launch: Launch, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """The same of a launch with `local_operands`: its weights, and the x_i if those go by TMA too."""
+    describe_weights(args, launch, weights, W_DESCRIPTORS)
     if launch.args["X_TMA"]:
-        args |= descriptors(xs, [launch.config.block_m, launch.config.block_k], "x_descriptor")
-    return args
+        block = [launch.config.block_m, launch.config.block_k]
+        for name, x in zip(X_DESCRIPTORS, xs):
+            args[name] = described(x, block)
 
 
 def group_operands(
@@ -179,14 +189,6 @@ def grouped_descriptors(
     elif args["TMA"]:
         weights = [described(stacked(w), [config.block_n, config.block_k]) for w in weights]
     return xs, weights
-
-
-def descriptors(matrices: Sequence[Tensor], block: list[int], name: str = "descriptor") -> dict[str, Any]:
-    """Arguments descriptor0, 1, ... of a gather's launch by TMA, of the operands that peers do not write.
-
-    Strides stay those of pointers, which the kernel is given as well: it takes both from one list of operands.
-    """
-    return {f"{name}{i}": described(matrix, block) for i, matrix in enumerate(matrices)}
 
 
 def takes_tma(config: Config, *matrices: Tensor) -> bool:
