@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import monotonic
@@ -59,10 +60,10 @@ class Communicator:
         )
         self.place = Place(self.name, self.rank, self.world_size, self.device.type)
         self._collective_seconds = 0.0
-        self.engine_calls: dict[tuple[str, str], int] = {}  # (operation, engine that ran) -> calls
-        self.layer_calls: dict[tuple[str, str], int] = {}  # (kind of layer, engine that ran) -> calls
+        self.engine_calls: dict[tuple[str, str], int] = defaultdict(int)  # (operation, engine that ran) -> calls
+        self.layer_calls: dict[tuple[str, str], int] = defaultdict(int)  # (kind of layer, engine that ran) -> calls
         self.plans: dict[Any, Any] = {}  # how operations run here, see ops/operation.py
-        self.kinds: dict[Any, Any] = {}  # calls of linear layers that were checked: Note [Kinds of calls] there
+        self.kinds: dict[Any, Any] = {}  # calls of linear layers that were checked, see ops/linear_call.py
         self.joint: dict[Any, bool] = {}  # whose gradients share a call, see ops/column_backward.py
         self.exchanges: dict[tuple[str, torch.dtype], str] = {}  # engines of experts, see ops/moe/plan.py
         self.draws = Draws()  # of random numbers, for layers of which ranks have unequal parts
@@ -108,6 +109,11 @@ class Communicator:
         """Whether a switch sums what all ranks' memories hold (NVLink SHARP). The same on all ranks."""
         return self.has_workspace and self.workspace.control.multicast != 0
 
+    @property
+    def begun(self) -> int:
+        """Calls begun so far on the workspace."""
+        return 0 if self._workspace is None else self._workspace.number
+
     def refuse(self, begun: int) -> None:
         """Tell the peers of an error, unless a call has begun since there were `begun`: that one has told them."""
         if self.has_workspace and self.workspace.number == begun:
@@ -133,13 +139,6 @@ class Communicator:
             for p, theirs in enumerate(every.numpy()):
                 compare(words, theirs.tobytes(), self.rank, p, self.world_size)
         yield
-
-    def count(self, operation: str, engine: str, layer: str = "") -> None:
-        """Note one call, for `engine_calls` and `layer_calls`."""
-        key = operation, engine
-        self.engine_calls[key] = self.engine_calls.get(key, 0) + 1
-        key = layer or operation, engine
-        self.layer_calls[key] = self.layer_calls.get(key, 0) + 1
 
     def span(self, label: str) -> AbstractContextManager[None]:
         """Record a stretch of host time in `timeline`, if one is being kept."""
@@ -292,7 +291,7 @@ def propagate_errors(at: Place) -> AbstractContextManager[None]:
 class _PropagateErrors(AbstractContextManager[None]):
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.begun = 0 if comm._workspace is None else comm._workspace.number
+        self.begun = comm.begun
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, Exception):

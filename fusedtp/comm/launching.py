@@ -190,7 +190,10 @@ class Repeated:
         arguments = first.copy()
         for place, value in zip(self._places, given.values()):
             if type(value) is tuple:
-                value = tuple([None if each is None else each.data_ptr() for each in value])
+                of_tuple = []  # a comprehension is a call, before Python 3.12
+                for each in value:
+                    of_tuple.append(None if each is None else each.data_ptr())
+                value = tuple(of_tuple)
             elif isinstance(value, Tensor):
                 value = value.data_ptr()
             arguments[place] = value

@@ -427,14 +427,15 @@ class Call:
     What an interpreted kernel recorded is raised when the call ends.
     """
 
+    used_barrier = False
+    watch: PeerWatch | None = None
+    counted: int | None = None  # CUDA: the device's epoch before this call's kernel
+    copying: Copies | None = None
+
     def __init__(self, workspace: Workspace, signature: Signature, nbytes: int) -> None:
         self.ws, self.signature, self.nbytes = workspace, signature, nbytes
         self.on_cpu = workspace.on_cpu
         self.blamed = workspace.rank  # whose fault it is that this rank gives up
-        self.used_barrier = False
-        self.watch: PeerWatch | None = None
-        self.counted: int | None = None  # CUDA: the device's epoch before this call's kernel
-        self.copying: Copies | None = None
         self.to_publish, self.to_wait = set(workspace.peers), set(workspace.peers)
 
     def __enter__(self) -> Call:
@@ -446,7 +447,7 @@ class Call:
             ws.lock.release()
             raise
         try:
-            if not self.on_cpu:
+            if not self.on_cpu and ws.world.shares_process:
                 self._compare_threads()
             if self.nbytes > ws.slot_bytes:
                 self._grow()
@@ -462,7 +463,10 @@ class Call:
             if self.watch is not None:
                 self.watch.stop()
             if error is None:
-                self._close()
+                if self.counted is not None:
+                    self.ws.epochs = self.counted + 1
+                if self.on_cpu or self.used_barrier:
+                    self._close()
         except BaseException as late:
             self._leave(late)
             raise
@@ -519,7 +523,7 @@ class Call:
         else:
             # if this raises, it is unknown whether the kernel was started
             self.counted, ws.epochs = ws.epochs, None
-        return ws.device_view()
+        return ws._view or ws.device_view()
 
     def copies(self) -> Copies | None:
         """How copies send the rows of a fused gather; None where programs must. Before `kernel_view`.
@@ -597,7 +601,7 @@ class Call:
         Not during capture, which ranks do one after another; the kernels compare when the graph is replayed.
         """
         world = self.ws.world
-        if not world.shares_process or is_capturing():
+        if is_capturing():
             return
         for p, theirs in enumerate(world.exchange(self.words)):
             if not isinstance(theirs, bytes):
@@ -655,10 +659,7 @@ class Call:
                 self.wait(p)
             if ws._status[0] == OTHER_SIGNATURE:
                 raise PeerFailed(f"a peer left call {self.number} ({self.signature.operation}); rank {ws.rank} too")
-            return
-        if self.counted is not None:
-            ws.epochs = self.counted + 1
-        if self.used_barrier:  # no slot is written again before all have read it
+        else:  # no slot is written again before all have read it
             self.meet()
 
     # -- between CPU ranks: semaphores, and leaving a call when something fails -------------------------------------

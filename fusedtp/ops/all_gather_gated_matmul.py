@@ -47,10 +47,9 @@ from .launch import pointwise as launcher
 from .launch.config import NARROWEST, Config, Machine, deep, narrowed
 from .launch.operands import by_pointers, local_config, of_vectors
 from .launch.run import check, machine_for, of_one_layout
-from .main_grad import MainGrad, main_grads_of
+from .linear_call import LinearCall, linear_call
 from .matmul import linear, matmul_into, to_fp32
 from .operation import (
-    Checked,
     Example,
     FusedKernel,
     LocalOperation,
@@ -98,34 +97,32 @@ def all_gather_gated_matmul(
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Shazeer 2020, "GLU variants"; Korthikanti et al. 2022, section 4.2.2.
     """
-    at = place(group)
-    with propagate_errors(at):
-        if act not in pointwise.ACTIVATIONS:
-            raise ValueError(f"rank {at.rank}: act is {act!r}; it must be one of {', '.join(pointwise.ACTIVATIONS)}")
-        weights = list(weights)
-        biases = [None, None] if biases is None else list(biases)
-        if len(weights) != 2 or len(biases) != 2 or weights[0].shape != weights[1].shape:
-            raise ValueError(
-                f"rank {at.rank}: got weights {[tuple(w.shape) for w in weights]} and {len(biases)} biases; wanted "
-                "gate and up of one shape, a bias or None each"
-            )
-        main_grads = main_grads_of(weights)
-        call, x, operands, own = op.checked(at, rows_of_shard, x, weights, biases, sizes, dim, engine, layer)
-        spec, plan = call
-        flat = x if dim == 0 else x.flatten(0, -2)
-        if spec.needs_grad:
-            y = _GatedColumnParallel.apply(call, main_grads, keep_gathered, flat, *operands, act)
-        else:
-            y = op(spec, flat, own[:2], own[2:], act, False, False, plan=plan)[0]
-        return (y if dim == 0 else y.view(spec.batch, sum(spec.sizes), y.shape[1]),)
+    weights, biases = list(weights), [None, None] if biases is None else list(biases)
+    fault = ""
+    if act not in pointwise.ACTIVATIONS:
+        fault = f"act is {act!r}; it must be one of {', '.join(pointwise.ACTIVATIONS)}"
+    elif len(weights) != 2 or len(biases) != 2 or weights[0].shape != weights[1].shape:
+        fault = f"got weights {[tuple(w.shape) for w in weights]} and {len(biases)} biases; wanted gate and up of one "
+        fault += "shape, a bias or None each"
+    if fault:
+        at = place(group)
+        with propagate_errors(at):
+            raise ValueError(f"rank {at.rank}: {fault}")
+    call, operands = linear_call(op, rows_of_shard, group, x, weights, biases, sizes, dim, engine, layer)
+    spec, x = call.spec, operands.x
+    flat = x if dim == 0 else x.flatten(0, -2)
+    if spec.needs_grad:
+        y = _GatedColumnParallel.apply(call, keep_gathered, flat, *operands.given, act)
+    else:
+        y = op(spec, flat, operands.own[:2], operands.own[2:], act, False, False, plan=call.plan)[0]
+    return (y if dim == 0 else y.view(spec.batch, sum(spec.sizes), y.shape[1]),)
 
 
 class _GatedColumnParallel(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: Checked,
-        main_grads: Sequence[MainGrad | None],
+        call: LinearCall,
         keep: bool,
         x: Tensor,
         gate: Tensor,
@@ -134,7 +131,7 @@ class _GatedColumnParallel(Function):
         up_bias: Tensor | None,
         act: str,
     ) -> Tensor:
-        spec, plan = call
+        spec, plan, main_grads = call
         need_x, need_weights = spec.needs_grad & 1, spec.needs_grad >> 1 & 3
         keep = keep and need_weights != 0
         (x, gate, up, gate_bias, up_bias), ctx.lying = parts((x, gate, up, gate_bias, up_bias))
@@ -148,7 +145,7 @@ class _GatedColumnParallel(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs = wanted(ctx)[3:8]
+        needs = wanted(ctx)[2:7]
         g, u, x, *weights = ctx.saved_tensors
         dys = None
         if ctx.kept is not None:
@@ -159,7 +156,7 @@ class _GatedColumnParallel(Function):
         if needs[0] and x is not None and not any(needs[1:]):  # a weight pass follows
             ctx.kept = dy, dy._version, dys
         grads = column_grads(ctx, needs, x, weights, dys)
-        return None, None, None, *(laid_alike(grads, ctx.lying) if ctx.lying else grads), None
+        return None, None, *(laid_alike(grads, ctx.lying) if ctx.lying else grads), None
 
 
 def _gated_grads(dy: Tensor, g: Tensor, u: Tensor, act: str) -> list[Tensor]:
@@ -249,7 +246,7 @@ def triton(
         x = x if copies is None else x.contiguous()
         weights = of_one_layout(weights)
         view = call.kernel_view()
-        key = copies is None, act, products, keep, layouts(x, *weights, *biases)
+        key = copies is None, act, products, keep, None if plan.alike else layouts(x, *weights, *biases)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [*weights, *biases], rows.total)

@@ -49,11 +49,11 @@ from .launch.config import (
 )
 from .launch.operands import describe_weights, of_vectors, weights_by_tma
 from .launch.run import check, machine_for
-from .main_grad import MainGrad, accumulate_grad, main_grads_of, wgrad_dtype
+from .linear_call import LinearCall, linear_call
+from .main_grad import accumulate_grad, wgrad_dtype
 from .matmul import linear, matmul_as, matmul_into, to_fp32
 from .operation import (
     OPERATIONS,
-    Checked,
     Example,
     FusedKernel,
     OnRank,
@@ -105,36 +105,32 @@ def all_gather_matmul(
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2.2.
     """
-    at = place(group)
-    with propagate_errors(at):
-        weights = list(weights)
-        biases = [None] * len(weights) if biases is None else list(biases)
-        if not weights or len(biases) != len(weights):
-            raise ValueError(
-                f"{len(weights)} weights, {len(biases)} biases; give at least one weight, a bias or None each"
-            )
-        main_grads, n = main_grads_of(weights), len(weights)
-        call, x, operands, own = op.checked(at, rows_of_shard, x, weights, biases, sizes, dim, engine, layer)
-        spec, plan = call
-        flat = x if dim == 0 else x.flatten(0, -2)
-        if spec.needs_grad:
-            ys = _ColumnParallel.apply(call, main_grads, keep_gathered, flat, *operands)
-        else:
-            ys = tuple(op(spec, flat, own[:n], own[n:], False, plan=plan))
-        return ys if dim == 0 else tuple(y.view(spec.batch, sum(spec.sizes), y.shape[1]) for y in ys)
+    weights, n = list(weights), len(weights)
+    biases = [None] * n if biases is None else list(biases)
+    if not weights or len(biases) != n:
+        with propagate_errors(place(group)):
+            raise ValueError(f"{n} weights, {len(biases)} biases; give at least one weight, a bias or None each")
+    call, operands = linear_call(op, rows_of_shard, group, x, weights, biases, sizes, dim, engine, layer)
+    spec, x = call.spec, operands.x
+    flat = x if dim == 0 else x.flatten(0, -2)
+    if spec.needs_grad:
+        ys = _ColumnParallel.apply(call, keep_gathered, flat, *operands.given)
+    else:
+        ys = tuple(op(spec, flat, operands.own[:n], operands.own[n:], False, plan=call.plan))
+    return ys if dim == 0 else tuple(y.view(spec.batch, sum(spec.sizes), y.shape[1]) for y in ys)
 
 
 class _ColumnParallel(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: Checked,
-        main_grads: Sequence[MainGrad | None],
+        call: LinearCall,
         keep: bool,
         x: Tensor,
         *operands: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        (spec, plan), n = call, len(main_grads)
+        spec, plan, main_grads = call
+        n = len(main_grads)
         (x, *own), ctx.lying = parts((x, *operands))
         weights, biases = own[:n], own[n:]
         need_x, need_weights = spec.needs_grad & 1, spec.needs_grad >> 1 & ((1 << n) - 1)
@@ -149,8 +145,8 @@ class _ColumnParallel(Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        grads = column_grads(ctx, wanted(ctx)[3:], x, weights, dys)
-        return None, None, None, *(laid_alike(grads, ctx.lying) if ctx.lying else grads)
+        grads = column_grads(ctx, wanted(ctx)[2:], x, weights, dys)
+        return None, None, *(laid_alike(grads, ctx.lying) if ctx.lying else grads)
 
 
 def column_grads(
@@ -242,7 +238,7 @@ def triton(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | N
         copies = call.copies() if plan.copies else None
         x = x if copies is None else x.contiguous()
         view = call.kernel_view()
-        key = copies is None, keep, layouts(x, *weights, *biases)
+        key = copies is None, keep, None if plan.alike else layouts(x, *weights, *biases)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [*weights, *biases], rows.total)

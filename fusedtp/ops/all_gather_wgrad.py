@@ -25,7 +25,7 @@ from .all_gather_matmul import (
 )
 from .column_backward import wgrads
 from .launch.config import VECTOR, Config, Machine
-from .launch.operands import DESCRIPTORS, described, even_columns, takes_tma
+from .launch.operands import DESCRIPTORS, describe, even_columns, takes_tma
 from .launch.run import check, machine_for
 from .matmul import matmul_as
 from .operation import Example, FusedKernel, OnRank, Operation, Plan, Shared, Spec
@@ -206,9 +206,7 @@ def pointers(launch: Launch, peers: Any, x: Tensor, dys: Sequence[Tensor], outpu
     """The arguments that a prepared launch lacks. outputs dw_i [N_i, K] of x's dtype, or fp32: as accumulated."""
     args = dict(peers=peers, x=x, grads=tuple(dys), outputs=tuple(outputs))
     if launch.args["TMA"]:
-        block = [launch.config.block_k, launch.config.block_m]
-        for name, dy in zip(DESCRIPTORS, dys):
-            args[name] = described(dy, block)
+        describe(args, DESCRIPTORS, dys, [launch.config.block_k, launch.config.block_m])
     return args
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fusedtp.comm import Group, place, propagate_errors
+from fusedtp.comm import Group
 from fusedtp.comm.device_view import odd, peers_of
 from fusedtp.comm.launching import Launch, layouts
 from fusedtp.comm.memory import round_up
@@ -31,6 +31,7 @@ from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, deep, narrowed, tiles
 from .launch.operands import even_depth, local_tiles
 from .launch.run import check, machine_for
+from .linear_call import LinearCall, linear_call
 from .main_grad import MainGrad, main_grads_of, weight_grad
 from .matmul import linear, linear_into, matmul, sum_in_rank_order
 from .matmul_reduce_scatter import (
@@ -44,7 +45,6 @@ from .matmul_reduce_scatter import (
 )
 from .matmul_reduce_scatter import chunked as reduce_scatter_chunked
 from .operation import (
-    Checked,
     Example,
     FusedKernel,
     OnRank,
@@ -94,17 +94,14 @@ def matmul_all_reduce(
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
-    at = place(group)
-    with propagate_errors(at):
-        (main_grad,) = main_grads_of([weight])
-        given = op.checked(at, rows_of_all, x, [weight], [bias], None, 0, engine, layer)
-        call, x, (weight, bias), (own_weight, own_bias) = given
-        flat = x if x.dim() == 2 else x.flatten(0, -2)
-        if call.spec.needs_grad:
-            y = _AllReduced.apply(call, main_grad, flat, weight, bias)
-        else:
-            y = op(call.spec, flat, own_weight, own_bias, plan=call.plan)
-        return y if flat is x else y.reshape(*x.shape[:-1], y.shape[1])
+    call, operands = linear_call(op, rows_of_all, group, x, [weight], [bias], None, 0, engine, layer)
+    x = operands.x
+    flat = x if x.dim() == 2 else x.flatten(0, -2)
+    if call.spec.needs_grad:
+        y = _AllReduced.apply(call, None, flat, *operands.given)
+    else:
+        y = op(call.spec, flat, *operands.own, plan=call.plan)
+    return y if flat is x else y.reshape(*x.shape[:-1], y.shape[1])
 
 
 def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -123,12 +120,12 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 class _AllReduced(Function):
-    """Both gradients are local. `call` None: so is the forward."""
+    """Both gradients are local. `call` None: so is the forward, and the weight's main_grad is given."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        call: Checked | None,
+        call: LinearCall | None,
         main_grad: MainGrad | None,
         x: Tensor,
         weight: Tensor,
@@ -137,7 +134,7 @@ class _AllReduced(Function):
         _, _, need_x, need_weight, _ = ctx.needs_input_grad
         (x, weight, bias), ctx.lying = parts((x, weight, bias))
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        ctx.main_grad = main_grad
+        ctx.main_grad = main_grad if call is None else call.main_grads[0]
         return linear(x, weight, bias) if call is None else op(call.spec, x, weight, bias, plan=call.plan)
 
     @staticmethod
@@ -193,10 +190,11 @@ def multimem(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 def _by_kernel(plan: Plan, by_switch: bool, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     comm, total, n = plan.comm, x.shape[0], weight.shape[0]
-    (x,), (weight,) = even_depth([x], [weight])
+    if x.shape[1] % VECTOR:
+        (x,), (weight,) = even_depth([x], [weight])
     with plan.call() as call:
         view = call.kernel_view()
-        key = view.multicast is None, *layouts(x, weight, bias)
+        key = view.multicast is None, None if plan.alike else layouts(x, weight, bias)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, x, [weight, bias])

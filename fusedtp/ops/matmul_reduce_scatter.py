@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fusedtp.comm import Group, place, propagate_errors
+from fusedtp.comm import Group
 from fusedtp.comm.device_view import odd, peers_of
 from fusedtp.comm.launching import Launch, layouts
 
@@ -32,11 +32,11 @@ from .launch import tuned
 from .launch.config import VECTOR, Config, Machine, block, deep, narrowed, reduce_programs, tiles
 from .launch.operands import MOST_DESCRIPTORS, describe_operands, even_depth, local_operands, local_tiles
 from .launch.run import check, machine_for
-from .main_grad import MainGrad, main_grads_of, weight_grad
+from .linear_call import LinearCall, linear_call
+from .main_grad import weight_grad
 from .matmul import joined, matmul_into, side_by_side, sum_in_rank_order, sum_linear_into, to_fp32
 from .operation import (
     OPERATIONS,
-    Checked,
     Example,
     FusedKernel,
     OnRank,
@@ -82,25 +82,21 @@ def matmul_reduce_scatter(
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2.2.
     """
-    at = place(group)
-    with propagate_errors(at):
-        (main_grad,) = main_grads_of([weight])
-        given = op.checked(at, rows_of_full, x, [weight], [bias], sizes, dim, engine, layer)
-        (spec, plan), x, (weight, bias), (own_weight, own_bias) = given
-        flat = x if dim == 0 else x.flatten(0, -2)
-        if spec.needs_grad:
-            y = _RowParallel.apply(given[0], main_grad, flat, weight, bias)
-        else:
-            y = op(spec, [flat], [own_weight], own_bias, plan=plan)
-        return y if dim == 0 else y.view(spec.batch, spec.sizes[at.rank], y.shape[1])
+    call, operands = linear_call(op, rows_of_full, group, x, [weight], [bias], sizes, dim, engine, layer)
+    spec, x = call.spec, operands.x
+    flat = x if dim == 0 else x.flatten(0, -2)
+    if spec.needs_grad:
+        y = _RowParallel.apply(call, flat, *operands.given)
+    else:
+        own_weight, own_bias = operands.own
+        y = op(spec, [flat], [own_weight], own_bias, plan=call.plan)
+    return y if dim == 0 else y.view(spec.batch, spec.sizes[spec.rank], y.shape[1])
 
 
 class _RowParallel(Function):
     @staticmethod
-    def forward(
-        ctx: Any, call: Checked, main_grad: MainGrad | None, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        spec, plan = call
+    def forward(ctx: Any, call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        spec, plan, (main_grad,) = call
         need_x, need_weight = spec.needs_grad & 1, spec.needs_grad & 2
         (x, weight, bias), ctx.lying = parts((x, weight, bias))
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
@@ -110,10 +106,10 @@ class _RowParallel(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        _, _, need_x, need_w, need_b = wanted(ctx)
+        _, need_x, need_w, need_b = wanted(ctx)
         dx = dw = full = None
         if need_x:
-            keep = ctx.needs_input_grad[3]
+            keep = ctx.needs_input_grad[2]
             dx, *gathered = OPERATIONS["all_gather_matmul"](ctx.spec, dy, [weight.t()], [None], keep)
             full = gathered[0] if keep else None
             if keep and not need_w:  # a weight pass follows
@@ -125,7 +121,7 @@ class _RowParallel(Function):
         if need_w:
             full = OPERATIONS["all_gather_rows"](ctx.spec, dy) if full is None else full
             dw = weight_grad(full, x, ctx.main_grad)
-        return None, None, *laid_alike((dx, dw, dy.sum(0) if need_b else None), ctx.lying)
+        return None, *laid_alike((dx, dw, dy.sum(0) if need_b else None), ctx.lying)
 
 
 # -- engines ---------------------------------------------------------------------------------------------------------
@@ -185,10 +181,11 @@ def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Te
     xs, weights = list(xs), list(weights)
     if len(xs) > MOST_DESCRIPTORS:
         xs, weights = [torch.cat(xs, 1)], [side_by_side(weights)]
-    xs, weights = even_depth(xs, weights)
+    if len(xs) > 1 or xs[0].shape[1] % VECTOR:
+        xs, weights = even_depth(xs, weights)
     with plan.call() as call:
         view = call.kernel_view()
-        key = layouts(*xs, *weights, bias)
+        key = None if plan.alike else layouts(*xs, *weights, bias)
         launch = plan.launches.get(key)
         if launch is None:
             check(view, plan.slot_bytes, xs[0], [*xs[1:], *weights, bias])

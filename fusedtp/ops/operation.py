@@ -20,7 +20,7 @@ of an engine and its crossover key, the counts of `explain`, the ranges of a pro
 the kernels' cases for the simulator and the lint of compiled code (fusedtp/checks). `op(spec, *operands)` runs it:
 
     eager      Operation.run: the plan of this Spec (made once), then the engine's function; or the plan at once, as a
-               linear layer has it whose operands are of a kind seen before: Note [Kinds of calls]
+               linear layer has it whose operands are of a kind seen before: linear_call.py
     compiled   torch.ops.fusedtp.<name>, which is Operation.run again when the graph runs
 
 A LocalOperation is the same for a function of one device, without ranks.
@@ -30,12 +30,6 @@ The custom ops have no autograd: differentiate the public functions. Each kind o
 and compiled. A pipeline that defers weight gradients runs backward twice, for inputs and then for weights; so a
 Function asks `wanted` which gradients this pass is for, and communicates for no others. The row-parallel layer gathers
 dy in its input pass and keeps it for its weight pass.
-
-Note [Kinds of calls]
-An eager call of a linear layer spends more on its checks and the choice of its plan than on its launch. What they find
-follows from shapes, dtypes, devices and which operands need gradients, from the arguments beside them, and from the
-tables (GENERATION). So `Operation.checked` keeps Spec and plan by these, a kind of calls, and what it has seen once is
-not checked again. Under autocast, which casts operands, and while torch.compile traces, nothing is kept.
 
 Note [DTensors as operands]
 A parameter may be a DTensor on the group's mesh: a linear layer takes this rank's part, and its gradient lies as the
@@ -51,6 +45,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 from torch.library import Library, register_fake
 from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
@@ -186,15 +181,20 @@ class FusedKernel(NamedTuple):
 class Plan(NamedTuple):
     """How calls of one Spec and Shared run on this rank: decided once, kept by the communicator.
 
+    operation   its name
+    layer       what calls are counted for
     workspace   the group's, for an engine that uses slots
     slot_bytes  what the engine needs of a slot, the same on all ranks
     copies      whether copies bring the rows of a fused gather
     label       the range in a profile
-    launches    prepared launches of the fused kernel, by shapes, strides and alignments
+    launches    prepared launches of the fused kernel, by the operands' `layouts` and what else there is
+    alike       all calls have the same `layouts`: this plan is of a kind of calls, see linear_call.py
     """
 
     comm: Communicator
     spec: Spec
+    operation: str
+    layer: str
     workspace: Any
     rows: Rows
     total_rows: int
@@ -206,6 +206,7 @@ class Plan(NamedTuple):
     copies: bool
     label: str
     launches: dict[Any, Any]
+    alike: bool = False
 
     def call(self) -> Call:
         """One call on the group's workspace."""
@@ -221,17 +222,10 @@ class Plan(NamedTuple):
         return made[1]
 
 
-class Checked(NamedTuple):
-    """A linear layer's call whose operands fit, and its plan, where calls of its kind keep one."""
-
-    spec: Spec
-    plan: Plan | None
-
-
 class Operation:
     """One operation; see the module's docstring. Its fake takes (spec, *operands).
 
-    linear   of a linear layer's: (x [T, K], weights, biases) -> operands, for `checked`
+    linear   of a linear layer's: (x [T, K], weights, biases) -> operands
     copied   of a gather: whether copies may bring such rows; None: all
     """
 
@@ -277,66 +271,19 @@ class Operation:
         return self.run(spec, *args[: self.num_operands])
 
     def __call__(self, spec: Spec, *operands: Any, plan: Plan | None = None) -> Any:
-        """Operands in the schema's order. No autograd. plan: that of this call, if it is known."""
-        if plan is not None:
-            return self._run(plan, operands)
-        if torch.compiler.is_compiling() or _len_torch_dispatch_stack():
-            return self.op(*operands, *spec)
-        return self.run(spec, *operands)
-
-    def checked(
-        self,
-        at: Place,
-        rows_of: Callable[[Tensor, Place, Sequence[int] | None, int], Rows],
-        x: Tensor,
-        weights: Sequence[Any],
-        biases: Sequence[Any],
-        sizes: Sequence[int] | None,
-        dim: int,
-        engine: str,
-        layer: str,
-    ) -> tuple[Checked, Tensor, list[Any], list[Any]]:
-        """Check a linear layer's call, unless one of its kind was seen: Note [Kinds of calls].
-
-        rows_of   (x, at, sizes, dim) -> the rows of all ranks
-        return    the call, x, weights and biases as autocast has them, and this rank's parts of these
-
-        Raises ValueError for operands that do not fit.
-        """
-        operands = [*weights, *biases]
-        if torch.compiler.is_compiling() or _len_torch_dispatch_stack() or torch.is_autocast_enabled(at.device_type):
-            x, *operands = as_autocast(at.device_type, x, *operands)
-            own, _ = parts(operands)
-            return Checked(_checked(at, rows_of, x, operands, own, sizes, dim, engine, layer), None), x, operands, own
-        grads, own = torch.is_grad_enabled(), []
-        sizes = None if sizes is None else tuple(sizes)
-        kind = [self, sizes, dim, engine, layer, GENERATION[0], grads, x.requires_grad, x.shape, x.dtype, x.device]
-        for t in operands:
-            if t is None:
-                kind.append(None)
-            else:
-                needs = t.requires_grad
-                if type(t) is DTensor:
-                    t = t._local_tensor
-                kind += needs, t.shape, t.dtype, t.device
-            own.append(t)
-        comm, key = registered(at.name), tuple(kind)
-        call = comm.kinds.get(key)
-        if call is None:
-            spec = _checked(at, rows_of, x, operands, own, sizes, dim, engine, layer)
-            assert self.linear is not None
-            flat, n = x if x.dim() == 2 else x.flatten(0, -2), len(weights)
-            call = Checked(spec, self._planned(comm, spec, self.shared(*self.linear(flat, own[:n], own[n:]))))
-            if len(comm.kinds) >= MAX_PLANS:
-                comm.kinds.clear()
-            comm.kinds[key] = call
-        return call, x, operands, own
+        """Operands in the schema's order. No autograd. plan: of this call, if it is known."""
+        if plan is None:
+            if torch.compiler.is_compiling() or _len_torch_dispatch_stack():
+                return self.op(*operands, *spec)
+            plan = self.planned(registered(spec.group), spec, self.shared(*operands))
+        return run_plan(plan, operands)
 
     def run(self, spec: Spec, *operands: Any) -> Any:
         """Look up the plan and call the engine's function, in the operands' own dtype and without autograd."""
-        return self._run(self._planned(registered(spec.group), spec, self.shared(*operands)), operands)
+        return run_plan(self.planned(registered(spec.group), spec, self.shared(*operands)), operands)
 
-    def _planned(self, comm: Communicator, spec: Spec, shared: Shared) -> Plan:
+    def planned(self, comm: Communicator, spec: Spec, shared: Shared) -> Plan:
+        """The plan of these, which is kept."""
         key = self, spec, shared, GENERATION[0]
         plan: Plan | None = comm.plans.get(key)
         if plan is None:
@@ -345,15 +292,6 @@ class Operation:
                 comm.plans.clear()
             comm.plans[key] = plan
         return plan
-
-    def _run(self, plan: Plan, operands: tuple[Any, ...]) -> Any:
-        comm = plan.comm
-        comm.count(self.name, plan.engine, plan.spec.layer)
-        device = comm.place.device_type
-        profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-        if profiled or torch.is_grad_enabled() or torch.is_autocast_enabled(device):
-            return run_plainly(plan.label, device, plan.function, plan, *operands)
-        return plan.function(plan, *operands)
 
     def plan(self, comm: Communicator, spec: Spec, shared: Shared) -> Plan:
         """Choose the engine. Raises ValueError for one that cannot run it."""
@@ -367,6 +305,8 @@ class Operation:
         return Plan(
             comm=comm,
             spec=spec,
+            operation=self.name,
+            layer=spec.layer or self.name,
             workspace=comm.workspace if slot_bytes else None,
             rows=rows,
             total_rows=rows.total,
@@ -416,9 +356,28 @@ def define(name: str, operands: str, returns: str, function: Engine, fake: Engin
     return getattr(torch.ops.fusedtp, name).default
 
 
+def run_plan(plan: Plan, operands: tuple[Any, ...]) -> Any:
+    """Call the engine's function, in the operands' own dtype and without autograd.
+
+    On CPU a rank that raises before its call has begun tells its peers, as in `propagate_errors`.
+    """
+    comm = plan.comm
+    comm.engine_calls[plan.operation, plan.engine] += 1
+    comm.layer_calls[plan.layer, plan.engine] += 1
+    begun = comm.begun
+    try:
+        device = comm.place.device_type
+        if profiler._is_profiler_enabled or torch.is_grad_enabled() or torch.is_autocast_enabled(device):
+            return run_plainly(plan.label, device, plan.function, plan, *operands)
+        return plan.function(plan, *operands)
+    except Exception:
+        comm.refuse(begun)
+        raise
+
+
 def run_plainly(label: str, device: str, function: Engine, *operands: Any) -> Any:
     """Call `function` in the operands' own dtype and without autograd, in a range of a profile if one is made."""
-    profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    profiled = profiler._is_profiler_enabled
     if profiled or torch.is_autocast_enabled(device):
         # a range costs 0.1 ms with cold caches, also where nothing is profiled
         span: Any = torch.profiler.record_function(label) if profiled else nullcontext()
@@ -467,24 +426,6 @@ def as_autocast(kind: str, *tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(
         t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype) for t in tensors
     )
-
-
-def _checked(
-    at: Place,
-    rows_of: Callable[..., Rows],
-    x: Tensor,
-    operands: Sequence[Any],
-    own: Sequence[Any],
-    sizes: Sequence[int] | None,
-    dim: int,
-    engine: str,
-    layer: str,
-) -> Spec:
-    """The Spec of a linear layer's call. operands: weights and as many biases; own: this rank's parts of them."""
-    rows = rows_of(x, at, sizes, dim)
-    n = len(own) // 2
-    check_linear(at, x, own[:n], own[n:])
-    return Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad(x, *operands), layer)
 
 
 def check_linear(at: Place, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:

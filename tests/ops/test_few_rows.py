@@ -29,7 +29,9 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
 
 def kernels(group) -> set[str]:
     """Those that calls of this group were prepared for."""
-    launches = [each for plan in communicator(group).plans.values() for each in plan.launches.values()]
+    comm = communicator(group)
+    plans = [*comm.plans.values(), *(call.plan for call in comm.kinds.values())]
+    launches = [each for plan in plans for each in plan.launches.values()]
     return {each.kernel.__name__ for each in launches if isinstance(each, Launch)}
 
 

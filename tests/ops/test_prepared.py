@@ -66,10 +66,10 @@ def tensors_within(value: object) -> int:
 
 def kept_alive(group) -> list[int]:
     comm = communicator(group)
-    comm.plans.clear()
+    comm.kinds.clear()
     x, weight, bias = numbers(ROWS, K, seed=0), numbers(N, K, seed=1), numbers(N, seed=2)
     fusedtp.all_gather_matmul(x, [weight], group, biases=[bias], engine="triton")
-    (plan,) = (plan for (op, *_), plan in comm.plans.items() if op is gather_op)
+    (plan,) = (call.plan for (op, *_), call in comm.kinds.items() if op is gather_op)
     launches = [launch for key, launch in plan.launches.items() if key != "peers"]
     return [tensors_within(launch.args) for launch in launches]
 

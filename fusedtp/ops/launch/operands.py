@@ -107,23 +107,28 @@ def weights_by_tma(config: Config, weights: Sequence[Tensor]) -> tuple[bool, boo
     return across, across
 
 
+def describe(
+    args: dict[str, Any], names: Sequence[str], matrices: Sequence[Tensor], block: list[int], across: bool = False
+) -> None:
+    """Adds the matrices' descriptors to a launch's arguments: see `described`. across: of the matrices transposed."""
+    for name, x in zip(names, matrices):
+        args[name] = described(x, block, across)
+
+
 def describe_weights(
     args: dict[str, Any], launch: Launch, weights: Sequence[Tensor], names: Sequence[str] = DESCRIPTORS
 ) -> None:
-    """Adds to the arguments of a launch that takes weights by TMA, which has ACROSS for whether as [K_i, N_i]."""
+    """The same of a launch that takes weights by TMA, which has ACROSS for whether as [K_i, N_i]."""
     config, across = launch.config, launch.args["ACROSS"]
     block = [config.block_k, config.block_n] if across else [config.block_n, config.block_k]
-    for name, w in zip(names, weights):
-        args[name] = described(w, block, across)
+    describe(args, names, weights, block, across)
 
 
 def describe_operands(args: dict[str, Any], launch: Launch, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """The same of a launch with `local_operands`: its weights, and the x_i if those go by TMA too."""
     describe_weights(args, launch, weights, W_DESCRIPTORS)
     if launch.args["X_TMA"]:
-        block = [launch.config.block_m, launch.config.block_k]
-        for name, x in zip(X_DESCRIPTORS, xs):
-            args[name] = described(x, block)
+        describe(args, X_DESCRIPTORS, xs, [launch.config.block_m, launch.config.block_k])
 
 
 def group_operands(

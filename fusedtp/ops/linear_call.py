@@ -1,0 +1,124 @@
+"""The call of a linear layer: its checks, and what is known of calls of its kind.
+
+Note [Kinds of calls]
+An eager call of a linear layer spends more on its checks and the choice of its plan than on its launch. What they find
+follows from shapes, dtypes and devices, from which operands need gradients, from the arguments beside them, and from
+the tables of this machine (GENERATION). All of these are a kind of calls, and so are strides and alignments, by which a
+launch is prepared. Each communicator keeps what was found by kind, and a call of a kind seen before is not checked
+again. Nothing is kept under autocast, which casts operands, while torch.compile traces, and of a weight with a
+main_grad, which is looked at in every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
+
+from fusedtp.comm import Group, Place, place, propagate_errors, registered
+
+from .main_grad import MainGrad, main_grads_of
+from .measured import GENERATION
+from .operation import MAX_PLANS, Operation, Plan, Spec, as_autocast, check_linear, needs_grad, parts
+from .rows import Rows
+
+RowsOf = Callable[[Tensor, Place, Sequence[int] | None, int], Rows]  # (x, place, sizes, dim) -> rows of all ranks
+
+
+class LinearCall(NamedTuple):
+    """A call whose operands fit.
+
+    plan        None: the operation looks for it
+    main_grads  of the weights
+    """
+
+    spec: Spec
+    plan: Plan | None
+    main_grads: Sequence[MainGrad | None]
+
+
+class Operands(NamedTuple):
+    """x, weights and biases as autocast has them, and of weights and biases what is this rank's part."""
+
+    x: Tensor
+    given: list[Any]
+    own: list[Any]
+
+
+def linear_call(
+    op: Operation,
+    rows_of: RowsOf,
+    group: Group,
+    x: Tensor,
+    weights: Sequence[Any],
+    biases: Sequence[Any],
+    sizes: Sequence[int] | None,
+    dim: int,
+    engine: str,
+    layer: str,
+) -> tuple[LinearCall, Operands]:
+    """Check a call of `op`, unless one of its kind was seen: Note [Kinds of calls]. As many biases as weights.
+
+    Raises ValueError for operands that do not fit; the peers of a rank that raises here know (CPU).
+    """
+    at = place(group)
+    if torch.compiler.is_compiling() or _len_torch_dispatch_stack() or torch.is_autocast_enabled(at.device_type):
+        with propagate_errors(at):
+            return _checked(at, rows_of, x, weights, biases, sizes, dim, engine, layer)
+    comm, key, kept = registered(at.name), None, True
+    try:
+        grads, sizes = torch.is_grad_enabled(), None if sizes is None else tuple(sizes)
+        kind, own = [op, sizes, dim, engine, layer, GENERATION[0], grads], []
+        for t in (x, *weights, *biases):
+            if t is None:
+                kind.append(None)
+            else:
+                needs = t.requires_grad
+                if needs and grads and getattr(t, "main_grad", None) is not None:
+                    kept = False
+                if type(t) is DTensor:  # isinstance asks its metaclass, in Python
+                    t = t._local_tensor
+                kind += needs, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0
+            own.append(t)
+        key = tuple(kind)
+        call = comm.kinds.get(key) if kept else None
+        if call is not None:
+            return call, Operands(x, [*weights, *biases], own[1:])
+    except (AttributeError, TypeError, RuntimeError):  # no tensors, no numbers, no memory: the checks say which
+        kept = False
+    with propagate_errors(at):
+        call, operands = _checked(at, rows_of, x, weights, biases, sizes, dim, engine, layer)
+        if kept:
+            x, own, n = operands.x, operands.own, len(weights)
+            assert op.linear is not None
+            shared = op.shared(*op.linear(x if x.dim() == 2 else x.flatten(0, -2), own[:n], own[n:]))
+            plan = op.planned(comm, call.spec, shared)._replace(alike=True, launches={})
+            call = call._replace(plan=plan)
+            if len(comm.kinds) >= MAX_PLANS:
+                comm.kinds.clear()
+            comm.kinds[key] = call
+        return call, operands
+
+
+def _checked(
+    at: Place,
+    rows_of: RowsOf,
+    x: Tensor,
+    weights: Sequence[Any],
+    biases: Sequence[Any],
+    sizes: Sequence[int] | None,
+    dim: int,
+    engine: str,
+    layer: str,
+) -> tuple[LinearCall, Operands]:
+    main_grads, n = main_grads_of(weights), len(weights)  # before a cast loses them
+    rows = rows_of(x, at, sizes, dim)
+    x, *given = as_autocast(at.device_type, x, *weights, *biases)
+    own, _ = parts(given)
+    check_linear(at, x, own[:n], own[n:])
+    spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad(x, *given), layer)
+    return LinearCall(spec, None, main_grads), Operands(x, given, own)
