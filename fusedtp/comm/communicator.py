@@ -221,10 +221,12 @@ def communicator(group: Group) -> Communicator:
     return made
 
 
-def _known(group: dist.ProcessGroup | VirtualGroup | str) -> Communicator | None:
-    """The one in the registry, if it is of that very group, not of a destroyed one of the same name."""
+def _known(group: Group) -> Communicator | None:
+    """The one in the registry, if it is of that very group, not of a destroyed one of the same name; of a mesh none."""
     name = group if isinstance(group, str) else getattr(group, "group_name", None)
     if name is None:
+        if isinstance(group, DeviceMesh):
+            return None
         raise _not_a_group(group)
     found = _registry.get(name)
     if found is None or (isinstance(group, str) and isinstance(found.world, (ThreadWorld, AloneWorld))):
@@ -262,7 +264,7 @@ def _forget(name: str, made: int) -> None:
 def place(group: Group) -> Place:
     """This rank's place in a group; a constant to torch.compile. The first call for a group is collective."""
     group = getattr(group, "real_obj", group)  # while tracing, torch wraps the group
-    found = None if isinstance(group, DeviceMesh) else _known(group)
+    found = _known(group)
     if found is None:
         with _disable_current_modes():
             found = communicator(group)
