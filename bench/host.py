@@ -121,9 +121,10 @@ def _measured(rank: Rank, rounds: int, tokens: int) -> dict[str, dict[str, float
             y = timed(name, "forward", lambda: call(*leaves))  # noqa: B023
             dy = torch.ones_like(y)
             timed(name, "backward", lambda: y.backward(dy))  # noqa: B023
-    step = _block(rank, tokens)
+    step, plain = _block(rank, tokens), _block(None, tokens)
     for _ in range(rounds // 4 + 11):
         timed("block", "forward and backward", step)
+        timed("block", "the same on one device", plain)
         with bound_by_triton():
             timed("block", "forward and backward" + BOUND, step)
     by_kernels, in_torch = _plan_of_experts()
@@ -201,24 +202,24 @@ def bound_by_triton() -> Iterator[None]:
         knobs.runtime.launch_enter_hook.remove(watch)
 
 
-def _block(rank: Rank, tokens: int) -> Callable[[], object]:
+def _block(rank: Rank | None, tokens: int) -> Callable[[], object]:
     """Forward and backward of a Transformer block, whose rotary tables are there, as in the layers after the first.
 
     torch's own operations run, on the CPU: what they compute is in the figure, small as these tensors are.
+
+    rank   None: the block on one device, which says what torch and the local kernels take of this
     """
     sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
     config = ModelConfig(dtype="bfloat16", param_dtype="bfloat16", **sizes)
-    device = rank.device
+    device, ranks = (torch.device("cpu"), 1) if rank is None else (rank.device, RANKS)
     block = TransformerBlock(config)
     init_(block, seed=0).to(device)
-    fusedtp.parallelize(block, rank.mesh, engine="triton")
-    layout = prepared(
-        TokenLayout(1, tokens, (tokens // RANKS,) * RANKS, rank.rank),
-        config,
-        device,
-        torch.bfloat16,
-    )
-    x = torch.zeros(tokens // RANKS, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    if rank is not None:
+        fusedtp.parallelize(block, rank.mesh, engine="triton")
+    own = tokens // ranks
+    of_rank = TokenLayout(1, tokens, (own,) * ranks, 0 if rank is None else rank.rank)
+    layout = prepared(of_rank, config, device, torch.bfloat16)
+    x = torch.zeros(own, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     inputs = [x, *block.parameters()]
 
     def step() -> None:

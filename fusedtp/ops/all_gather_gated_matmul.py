@@ -131,14 +131,14 @@ class _GatedColumnParallel(Function):
         up_bias: Tensor | None,
         act: str,
     ) -> Tensor:
-        spec, plan, main_grads = call
+        spec, plan, main_grads, backward = call
         need_x, need_weights = spec.needs_grad & 1, spec.needs_grad >> 1 & 3
         keep = keep and need_weights != 0
         (x, gate, up, gate_bias, up_bias), ctx.lying = parts((x, gate, up, gate_bias, up_bias))
         y, g, u, *gathered = op(spec, x, [gate, up], [gate_bias, up_bias], act, True, keep, plan=plan)
         saved = (gathered[0] if keep else x) if need_weights else None
         ctx.save_for_backward(g, u, saved, *((gate, up) if need_x else ()))
-        ctx.spec, ctx.main_grads, ctx.has_gathered = spec._replace(needs_grad=0), main_grads, keep
+        ctx.spec, ctx.main_grads, ctx.has_gathered = backward, main_grads, keep
         ctx.act, ctx.kept = act, None
         out: Tensor = y
         return out

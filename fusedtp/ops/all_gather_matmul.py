@@ -129,7 +129,7 @@ class _ColumnParallel(Function):
         x: Tensor,
         *operands: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        spec, plan, main_grads = call
+        spec, plan, main_grads, backward = call
         n = len(main_grads)
         (x, *own), ctx.lying = parts((x, *operands))
         weights, biases = own[:n], own[n:]
@@ -139,7 +139,7 @@ class _ColumnParallel(Function):
         # what no gradient reads is neither kept nor guarded against changes
         saved = (outs[n] if keep else x) if need_weights else None
         ctx.save_for_backward(saved, *(weights if need_x else ()))
-        ctx.spec, ctx.main_grads, ctx.has_gathered = spec._replace(needs_grad=0), main_grads, keep
+        ctx.spec, ctx.main_grads, ctx.has_gathered = backward, main_grads, keep
         return tuple(outs[:n])
 
     @staticmethod

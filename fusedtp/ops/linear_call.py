@@ -34,11 +34,13 @@ class LinearCall(NamedTuple):
 
     plan        None: the operation looks for it
     main_grads  of the weights
+    backward    the Spec of the operations that backward runs
     """
 
     spec: Spec
     plan: Plan | None
     main_grads: Sequence[MainGrad | None]
+    backward: Spec
 
 
 class Operands(NamedTuple):
@@ -121,4 +123,4 @@ def _checked(
     own, _ = parts(given)
     check_linear(at, x, own[:n], own[n:])
     spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad(x, *given), layer)
-    return LinearCall(spec, None, main_grads), Operands(x, given, own)
+    return LinearCall(spec, None, main_grads, spec._replace(needs_grad=0)), Operands(x, given, own)

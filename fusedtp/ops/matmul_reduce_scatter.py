@@ -96,11 +96,11 @@ def matmul_reduce_scatter(
 class _RowParallel(Function):
     @staticmethod
     def forward(ctx: Any, call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        spec, plan, (main_grad,) = call
+        spec, plan, (main_grad,), backward = call
         need_x, need_weight = spec.needs_grad & 1, spec.needs_grad & 2
         (x, weight, bias), ctx.lying = parts((x, weight, bias))
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        ctx.spec, ctx.main_grad, ctx.gathered_dy = spec._replace(needs_grad=0), main_grad, None
+        ctx.spec, ctx.main_grad, ctx.gathered_dy = backward, main_grad, None
         return op(spec, [x], [weight], bias, plan=plan)
 
     @staticmethod

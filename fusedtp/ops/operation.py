@@ -19,9 +19,9 @@ From that follow the custom op `torch.ops.fusedtp.<name>`, the eager path, the s
 of an engine and its crossover key, the counts of `explain`, the ranges of a profile, a suite of `fusedtp bench`, and
 the kernels' cases for the simulator and the lint of compiled code (fusedtp/checks). `op(spec, *operands)` runs it:
 
-    eager      Operation.run: the plan of this Spec (made once), then the engine's function; or the plan at once, as a
+    eager      Operation._run: the plan of this Spec (made once), then the engine's function; or the plan at once, as a
                linear layer has it whose operands are of a kind seen before: linear_call.py
-    compiled   torch.ops.fusedtp.<name>, which is Operation.run again when the graph runs
+    compiled   torch.ops.fusedtp.<name>, which does the same when the graph runs
 
 A LocalOperation is the same for a function of one device, without ranks.
 
@@ -268,19 +268,33 @@ class Operation:
         communicator(group)
         batch, engine, grads, layer = others
         spec = Spec(group, rank, tuple(sizes), batch, engine, grads, layer, tuple(routing))
-        return self.run(spec, *args[: self.num_operands])
+        return self._run(spec, args[: self.num_operands], None)
 
     def __call__(self, spec: Spec, *operands: Any, plan: Plan | None = None) -> Any:
         """Operands in the schema's order. No autograd. plan: of this call, if it is known."""
-        if plan is None:
-            if torch.compiler.is_compiling() or _len_torch_dispatch_stack():
-                return self.op(*operands, *spec)
-            plan = self.planned(registered(spec.group), spec, self.shared(*operands))
-        return run_plan(plan, operands)
+        if plan is None and (torch.compiler.is_compiling() or _len_torch_dispatch_stack()):
+            return self.op(*operands, *spec)
+        return self._run(spec, operands, plan)
 
-    def run(self, spec: Spec, *operands: Any) -> Any:
-        """Look up the plan and call the engine's function, in the operands' own dtype and without autograd."""
-        return run_plan(self.planned(registered(spec.group), spec, self.shared(*operands)), operands)
+    def _run(self, spec: Spec, operands: tuple[Any, ...], plan: Plan | None) -> Any:
+        """Call the engine's function, in the operands' own dtype and without autograd.
+
+        On CPU a rank that raises before its call has begun tells its peers, as in `propagate_errors`.
+        """
+        comm = registered(spec.group) if plan is None else plan.comm
+        begun = comm.begun
+        try:
+            if plan is None:
+                plan = self.planned(comm, spec, self.shared(*operands))
+            comm.engine_calls[plan.operation, plan.engine] += 1
+            comm.layer_calls[plan.layer, plan.engine] += 1
+            device = comm.place.device_type
+            if profiler._is_profiler_enabled or torch.is_grad_enabled() or torch.is_autocast_enabled(device):
+                return run_plainly(plan.label, device, plan.function, plan, *operands)
+            return plan.function(plan, *operands)
+        except Exception:
+            comm.refuse(begun)
+            raise
 
     def planned(self, comm: Communicator, spec: Spec, shared: Shared) -> Plan:
         """The plan of these, which is kept."""
@@ -354,25 +368,6 @@ def define(name: str, operands: str, returns: str, function: Engine, fake: Engin
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     register_fake(f"fusedtp::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.fusedtp, name).default
-
-
-def run_plan(plan: Plan, operands: tuple[Any, ...]) -> Any:
-    """Call the engine's function, in the operands' own dtype and without autograd.
-
-    On CPU a rank that raises before its call has begun tells its peers, as in `propagate_errors`.
-    """
-    comm = plan.comm
-    comm.engine_calls[plan.operation, plan.engine] += 1
-    comm.layer_calls[plan.layer, plan.engine] += 1
-    begun = comm.begun
-    try:
-        device = comm.place.device_type
-        if profiler._is_profiler_enabled or torch.is_grad_enabled() or torch.is_autocast_enabled(device):
-            return run_plainly(plan.label, device, plan.function, plan, *operands)
-        return plan.function(plan, *operands)
-    except Exception:
-        comm.refuse(begun)
-        raise
 
 
 def run_plainly(label: str, device: str, function: Engine, *operands: Any) -> Any:

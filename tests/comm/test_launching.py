@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fusedtp.checks.lint import OWN, SIGNALS, _planned, _view, machine_of, variants_of
@@ -20,11 +20,22 @@ from fusedtp.ops.launch import Launch
 from fusedtp.ops.launch.operands import local_config
 from fusedtp.ops.launch.plain import plan_matmul
 from fusedtp.ops.launch.pointwise import plan_rms_norm
+from fusedtp.ops.operation import OPERATIONS
 from fusedtp.ops.rows import Rows
 
 CPU = torch.device("cpu")
 MACHINE = machine_of(TARGETS["sm_90"])
 ROWS = Rows((16, 16))
+LINEAR = (
+    "all_gather_matmul",
+    "all_gather_gated_matmul",
+    "all_gather_wgrad",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "scaled_all_gather_matmul",
+    "scaled_matmul_reduce_scatter",
+    "scaled_matmul_all_reduce",
+)
 
 
 launches: list[tuple] = []  # what was launched
@@ -174,6 +185,114 @@ def test_a_kept_launch_is_triton_s(triton, calls):
         ours = lambda: launch.repeated.start(CPU, given, peers)  # noqa: B023, E731
         mine, want = both(launch.kernel, launch.programs, args, launch.options, ours)
         assert mine == want
+
+
+def laid(layout: str, *shape: int, dtype=torch.bfloat16) -> torch.Tensor:
+    """[M, K] with rows or columns one behind another, with room between rows, or in memory that 16 does not divide."""
+    if layout == "across":
+        return at(0, *reversed(shape), dtype=dtype).t()
+    return (
+        at(0, shape[0], shape[1] + 16, dtype=dtype)[:, :-16]
+        if layout == "wide"
+        else at(1 if layout == "odd" else 0, *shape, dtype=dtype)
+    )
+
+
+def operands_of(name: str, draw, layouts: list[str], width: int) -> tuple:
+    """What the engine of this operation is given on one of two ranks."""
+    layout, some = st.sampled_from(layouts), st.sampled_from(["", "rows", "odd"])
+    fp8, one = torch.float8_e4m3fn, torch.ones(1, 1)
+
+    def bias(dtype=torch.bfloat16):
+        kind = draw(some)
+        return laid(kind, 1, width, dtype=dtype).view(-1) if kind else None
+
+    def scale(rows):
+        return draw(st.sampled_from([one, torch.ones(rows, 1)]))
+
+    if name == "all_gather_matmul":
+        weights = [laid(draw(layout), width, 64) for _ in range(draw(st.integers(1, 2)))]
+        return laid(draw(layout), 16, 64), weights, [bias() for _ in weights], draw(st.booleans())
+    if name == "all_gather_gated_matmul":
+        weights, biases = [laid(draw(layout), width, 64) for _ in range(2)], [bias(), bias()]
+        return laid(draw(layout), 16, 64), weights, biases, "silu", draw(st.booleans()), draw(st.booleans())
+    if name == "all_gather_wgrad":
+        dtype = draw(st.sampled_from([torch.bfloat16, torch.float32]))
+        return laid(draw(layout), 16, 64), [laid(draw(layout), 32, width)], dtype
+    if name == "matmul_reduce_scatter":
+        return [laid(draw(layout), 32, 64)], [laid(draw(layout), width, 64)], bias()
+    if name == "matmul_all_reduce":
+        return laid(draw(layout), 32, 64), laid(draw(layout), width, 64), bias()
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float32]))
+    w = laid(draw(layout), width, 64, dtype=fp8)
+    if name == "scaled_all_gather_matmul":
+        packed = torch.zeros(16, 80, dtype=torch.uint8)
+        return packed, fp8, [w], [scale(width)], [bias(dtype)], dtype, draw(st.booleans())
+    return laid(draw(layout), 32, 64, dtype=fp8), scale(32), w, scale(width), bias(dtype), dtype
+
+
+class Running:
+    """A call of a group whose memory never moves."""
+
+    def __init__(self, view) -> None:
+        self.view = view
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def kernel_view(self):
+        return self.view
+
+
+@pytest.fixture
+def compared(triton, monkeypatch):
+    """Every launch of an operation's call is compared with Triton's; a list that counts them."""
+    from fusedtp.ops.launch import run
+
+    monkeypatch.setattr(run, "machine_of", lambda *_: MACHINE)
+    monkeypatch.setattr(run, "require_triton", lambda _: None)
+    seen, started = [], Launch.run
+
+    def run_both(self, view, device, sending, pointers, **how) -> None:
+        args = {**self.args, **pointers}
+        mine, want = both(
+            self.kernel,
+            self.programs,
+            args,
+            self.options,
+            lambda: started(self, view, device, sending, pointers, **how),
+        )
+        assert mine == want
+        seen.append(how)
+
+    monkeypatch.setattr(Launch, "run", run_both)
+    return seen
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@given(data=st.data())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_launches_that_operations_keep_are_triton_s(compared, name, data):
+    """What one is kept by tells all apart that Triton compiles differently: layouts, biases, what is kept, dtypes."""
+    op, view, kept = OPERATIONS[name], _view(2), {}
+    peers = peers_of(view, 1, 2, 12345, "cuda")
+    # few, so that a later call differs in little from an earlier one
+    layouts = data.draw(st.lists(st.sampled_from(["rows", "rows", "across", "wide", "odd"]), min_size=1, max_size=2))
+    width = data.draw(st.sampled_from([32, 32, 20]))
+    for _ in range(data.draw(st.integers(3, 6))):
+        operands = operands_of(name, data.draw, layouts, width)
+        plan = SimpleNamespace(
+            rows=ROWS, total_rows=32, own_rows=16, comm=SimpleNamespace(rank=1, world_size=2), slot_bytes=0,
+            copies=False, launches=kept.setdefault(op.shared(*operands), {}), alike=False, call=lambda: Running(view),
+            peers=lambda _: peers,
+        )  # fmt: skip
+        for _ in range(2):
+            compared.clear()
+            op.engines["triton"](plan, *operands)
+            assert compared == [{"alike": True}]
 
 
 @given(
