@@ -185,7 +185,8 @@ class Repeated:
                 if kinds is not None:
                     self._keep(kinds, compiled, args, list(given))
                 return
-            self._only = ready
+            if alike:
+                self._only = ready
         _compiled, launch, first = ready
         arguments = first.copy()
         for place, value in zip(self._places, given.values()):
@@ -257,7 +258,7 @@ def _addresses(value: Any) -> Any:
 
 def is_current(device: torch.device) -> bool:
     """Whether launches go to `device` as things are."""
-    return device.type != "cuda" or device.index == torch.cuda.current_device()
+    return device.type != "cuda" or device.index == torch._C._cuda_getDevice()  # what torch.cuda's own function calls
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

@@ -138,7 +138,7 @@ def test_host_time_of_every_call_and_pass_is_measured(capsys: pytest.CaptureFixt
             assert float(bound) > 0, row
         else:
             assert not bound, row
-    last = ["forward and backward", "index by a kernel", "index in torch"]
+    last = ["forward and backward", "the same on one device", "index by a kernel", "index in torch"]
     assert passes == [*["no gradients", "repeated", "forward", "backward"] * 4, *last], printed
 
 

@@ -68,9 +68,9 @@ def poisoned(like: torch.Tensor, *shape: int, **on: object) -> torch.Tensor:
 described, made = operands.described, []
 
 
-def counted(x: torch.Tensor, block: tuple[int, ...]) -> object:
+def counted(x: torch.Tensor, block: list[int], across: bool = False) -> object:
     made.append(x)
-    return described(x, block)
+    return described(x, block, across)
 
 
 class World:

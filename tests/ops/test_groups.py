@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fusedtp
 from fusedtp.comm import communicator
@@ -36,6 +37,38 @@ def on_both_dimensions(group, engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_mesh_dimensions_are_groups_of_their_own(engine):
     world(4).run(on_both_dimensions, engine, fresh=True)
+
+
+def of_plain_and_distributed_weights(group, engine: str) -> None:
+    """The same call with plain weights and with DTensors, by turns: each rank's part is meant, of gradients too."""
+    mesh, w = init_device_mesh("cpu", (2,)), group.size()
+    calls = {
+        "all_gather_matmul": (Shard(0), lambda x, a, b, **how: fusedtp.all_gather_matmul(x, [a], biases=[b], **how)[0]),
+        "matmul_reduce_scatter": (Shard(1), lambda x, a, b, **how: fusedtp.matmul_reduce_scatter(x, a, bias=b, **how)),
+        "matmul_all_reduce": (Shard(1), lambda x, a, b, **how: fusedtp.matmul_all_reduce(x, a, bias=b, **how)),
+    }
+    for seed, (name, (placement, call)) in enumerate(calls.items()):
+        full, bias = numbers(6, 4, seed=seed), numbers(6, seed=9 + seed)
+        found = []
+        for distributed in (False, True, False, True):
+            of_bias = Shard(0) if placement == Shard(0) else Replicate()
+            weight, b = distribute_tensor(full, mesh, [placement]), distribute_tensor(bias, mesh, [of_bias])
+            if not distributed:
+                weight, b = weight.to_local(), b.to_local()
+            weight, b = weight.detach().requires_grad_(), b.detach().requires_grad_()
+            x = numbers(4, 4 if placement == Shard(0) else 4 // w, seed=50 + group.rank()).requires_grad_()
+            y = call(x, weight, b, group=group, engine=engine)
+            y.backward(numbers(*y.shape, seed=70))
+            assert all(isinstance(t.grad, DTensor) == distributed for t in (weight, b)), name
+            grads = (t.grad.to_local() if distributed else t.grad for t in (weight, b))
+            found.append([y.detach(), x.grad, *grads])
+        for others in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True)), name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_weight_may_be_distributed_or_this_rank_s_part(engine):
+    world(2).run(of_plain_and_distributed_weights, engine, fresh=True)
 
 
 def memory_of_layers(group, engine: str, rows: int, k: int, n: int) -> int:

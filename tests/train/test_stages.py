@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fusedtp.comm import Communicator, communicator
+from fusedtp.comm import communicator
 from fusedtp.nn import CausalLM, ModelConfig, MoEConfig, attention, init_, mask, recompute_
 from fusedtp.nn.recompute import Recompute
 from fusedtp.ops import engines
+from fusedtp.ops.operation import Operation
 from fusedtp.parallel import clip_grad_norm_, parallelize
 from fusedtp.train import stages
 from fusedtp.train.config import faults, parse
@@ -102,14 +103,14 @@ def pipelined(
 ) -> tuple[list[tuple[float, dict[str, Tensor], float, float]], list[str]]:
     """Loss, gradients, norm and held-out loss of every step, and the operations of this rank in their order."""
     order: list[str] = []
-    count_call = Communicator.count
+    run = Operation._run
 
-    def counted(comm: Communicator, operation: str, *more: str) -> None:
-        order.append(operation)
-        count_call(comm, operation, *more)
+    def noted(operation: Operation, *given: Any) -> Any:
+        order.append(operation.name)
+        return run(operation, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Communicator, "count", counted)
+        patch.setattr(Operation, "_run", noted)
         return steps_of_pipeline(schedule, pp, tp, tied, steps, moe), order
 
 
