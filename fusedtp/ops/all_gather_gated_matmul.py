@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fusedtp.comm import Group, place, propagate_errors
+from fusedtp.comm import Group
 from fusedtp.comm.communicator import copied
 from fusedtp.comm.device_view import peers_of
 from fusedtp.comm.launching import Launch, layouts
@@ -97,18 +97,7 @@ def all_gather_gated_matmul(
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Shazeer 2020, "GLU variants"; Korthikanti et al. 2022, section 4.2.2.
     """
-    weights, biases = list(weights), [None, None] if biases is None else list(biases)
-    fault = ""
-    if act not in pointwise.ACTIVATIONS:
-        fault = f"act is {act!r}; it must be one of {', '.join(pointwise.ACTIVATIONS)}"
-    elif len(weights) != 2 or len(biases) != 2 or weights[0].shape != weights[1].shape:
-        fault = f"got weights {[tuple(w.shape) for w in weights]} and {len(biases)} biases; wanted gate and up of one "
-        fault += "shape, a bias or None each"
-    if fault:
-        at = place(group)
-        with propagate_errors(at):
-            raise ValueError(f"rank {at.rank}: {fault}")
-    call, operands = linear_call(op, rows_of_shard, group, x, weights, biases, sizes, dim, engine, layer)
+    call, operands = linear_call(op, rows_of_shard, group, x, weights, biases, sizes, dim, engine, layer, act)
     spec, x = call.spec, operands.x
     flat = x if dim == 0 else x.flatten(0, -2)
     if spec.needs_grad:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fusedtp.comm import Group, place, propagate_errors
+from fusedtp.comm import Group
 from fusedtp.comm.communicator import copied
 from fusedtp.comm.copies import Copies, Sending
 from fusedtp.comm.device_view import odd, peers_of
@@ -105,18 +105,13 @@ def all_gather_matmul(
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation", section 4.2.2.
     """
-    weights, n = list(weights), len(weights)
-    biases = [None] * n if biases is None else list(biases)
-    if not weights or len(biases) != n:
-        with propagate_errors(place(group)):
-            raise ValueError(f"{n} weights, {len(biases)} biases; give at least one weight, a bias or None each")
     call, operands = linear_call(op, rows_of_shard, group, x, weights, biases, sizes, dim, engine, layer)
-    spec, x = call.spec, operands.x
+    spec, x, own, n = call.spec, operands.x, operands.own, len(operands.own) // 2
     flat = x if dim == 0 else x.flatten(0, -2)
     if spec.needs_grad:
         ys = _ColumnParallel.apply(call, keep_gathered, flat, *operands.given)
     else:
-        ys = tuple(op(spec, flat, operands.own[:n], operands.own[n:], False, plan=call.plan))
+        ys = tuple(op(spec, flat, own[:n], own[n:], False, plan=call.plan))
     return ys if dim == 0 else tuple(y.view(spec.batch, sum(spec.sizes), y.shape[1]) for y in ys)
 
 

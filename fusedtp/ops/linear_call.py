@@ -5,13 +5,13 @@ An eager call of a linear layer spends more on its checks and the choice of its 
 follows from shapes, dtypes and devices, from which operands need gradients, from the arguments beside them, and from
 the tables of this machine (GENERATION). All of these are a kind of calls, and so are strides and alignments, by which a
 launch is prepared. Each communicator keeps what was found by kind, and a call of a kind seen before is not checked
-again. Nothing is kept under autocast, which casts operands, while torch.compile traces, and of a weight with a
-main_grad, which is looked at in every call.
+again. Nothing is kept under autocast, which casts operands, while torch.compile traces, of a weight with a main_grad,
+which is looked at in every call, and of an x that is a DTensor, which no operation takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from fusedtp.comm import Group, Place, place, propagate_errors, registered
 from .main_grad import MainGrad, main_grads_of
 from .measured import GENERATION
 from .operation import MAX_PLANS, Operation, Plan, Spec, as_autocast, check_linear, needs_grad, parts
+from .pointwise import ACTIVATIONS
 from .rows import Rows
 
 RowsOf = Callable[[Tensor, Place, Sequence[int] | None, int], Rows]  # (x, place, sizes, dim) -> rows of all ranks
@@ -56,25 +57,33 @@ def linear_call(
     rows_of: RowsOf,
     group: Group,
     x: Tensor,
-    weights: Sequence[Any],
-    biases: Sequence[Any],
+    weights: Iterable[Any],
+    biases: Iterable[Any] | None,
     sizes: Sequence[int] | None,
     dim: int,
     engine: str,
     layer: str,
+    act: str | None = None,
 ) -> tuple[LinearCall, Operands]:
-    """Check a call of `op`, unless one of its kind was seen: Note [Kinds of calls]. As many biases as weights.
+    """Check a call of `op`, unless one of its kind was seen: Note [Kinds of calls].
+
+    biases   as many as weights, or None for none
+    act      of a gated layer, which has two weights of one shape
 
     Raises ValueError for operands that do not fit; the peers of a rank that raises here know (CPU).
     """
     at = place(group)
     if torch.compiler.is_compiling() or _len_torch_dispatch_stack() or torch.is_autocast_enabled(at.device_type):
         with propagate_errors(at):
-            return _checked(at, rows_of, x, weights, biases, sizes, dim, engine, layer)
+            return _checked(at, rows_of, x, weights, biases, sizes, dim, engine, layer, act)
     comm, key, kept = registered(at.name), None, True
     try:
-        grads, sizes = torch.is_grad_enabled(), None if sizes is None else tuple(sizes)
-        kind, own = [op, sizes, dim, engine, layer, GENERATION[0], grads], []
+        weights = list(weights)
+        biases = [None] * len(weights) if biases is None else list(biases)
+        sizes = None if sizes is None else tuple(map(int, sizes))
+        grads, own = torch.is_grad_enabled(), []
+        kind = [op, len(weights), sizes, dim, engine, layer, act, GENERATION[0], grads]
+        kept = type(x) is not DTensor  # isinstance asks its metaclass, in Python
         for t in (x, *weights, *biases):
             if t is None:
                 kind.append(None)
@@ -82,7 +91,7 @@ def linear_call(
                 needs = t.requires_grad
                 if needs and grads and getattr(t, "main_grad", None) is not None:
                     kept = False
-                if type(t) is DTensor:  # isinstance asks its metaclass, in Python
+                if type(t) is DTensor:
                     t = t._local_tensor
                 kind += needs, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0
             own.append(t)
@@ -90,12 +99,12 @@ def linear_call(
         call = comm.kinds.get(key) if kept else None
         if call is not None:
             return call, Operands(x, [*weights, *biases], own[1:])
-    except (AttributeError, TypeError, RuntimeError):  # no tensors, no numbers, no memory: the checks say which
+    except Exception:  # no tensors, no numbers, no memory: the checks say which, and the peers are told
         kept = False
     with propagate_errors(at):
-        call, operands = _checked(at, rows_of, x, weights, biases, sizes, dim, engine, layer)
+        call, operands = _checked(at, rows_of, x, weights, biases, sizes, dim, engine, layer, act)
         if kept:
-            x, own, n = operands.x, operands.own, len(weights)
+            (x, _, own), n = operands, len(operands.own) // 2
             assert op.linear is not None
             shared = op.shared(*op.linear(x if x.dim() == 2 else x.flatten(0, -2), own[:n], own[n:]))
             plan = op.planned(comm, call.spec, shared)._replace(alike=True, launches={})
@@ -110,14 +119,27 @@ def _checked(
     at: Place,
     rows_of: RowsOf,
     x: Tensor,
-    weights: Sequence[Any],
-    biases: Sequence[Any],
+    weights: Iterable[Any],
+    biases: Iterable[Any] | None,
     sizes: Sequence[int] | None,
     dim: int,
     engine: str,
     layer: str,
+    act: str | None,
 ) -> tuple[LinearCall, Operands]:
-    main_grads, n = main_grads_of(weights), len(weights)  # before a cast loses them
+    if act is not None and act not in ACTIVATIONS:
+        raise ValueError(f"rank {at.rank}: act is {act!r}; it must be one of {', '.join(ACTIVATIONS)}")
+    weights = list(weights)
+    n = len(weights)
+    biases = [None] * n if biases is None else list(biases)
+    if act is not None and (n != 2 or len(biases) != 2 or weights[0].shape != weights[1].shape):
+        raise ValueError(
+            f"rank {at.rank}: got weights {[tuple(w.shape) for w in weights]} and {len(biases)} biases; wanted gate "
+            "and up of one shape, a bias or None each"
+        )
+    if not weights or len(biases) != n:
+        raise ValueError(f"{n} weights, {len(biases)} biases; give at least one weight, a bias or None each")
+    main_grads = main_grads_of(weights)  # before a cast loses them
     rows = rows_of(x, at, sizes, dim)
     x, *given = as_autocast(at.device_type, x, *weights, *biases)
     own, _ = parts(given)

@@ -132,7 +132,7 @@ class _AllReduced(Function):
         bias: Tensor | None,
     ) -> Tensor:
         _, _, need_x, need_weight, _ = ctx.needs_input_grad
-        (x, weight, bias), ctx.lying = parts((x, weight, bias))
+        (x, weight, bias), ctx.lying = ((x, weight, bias), {}) if call is None else parts((x, weight, bias))
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.main_grad = main_grad if call is None else call.main_grads[0]
         return linear(x, weight, bias) if call is None else op(call.spec, x, weight, bias, plan=call.plan)

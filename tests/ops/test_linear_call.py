@@ -12,6 +12,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import fusedtp
 from fusedtp import VirtualWorld
@@ -42,8 +44,9 @@ class Drawn(NamedTuple):
     mode: str = ""  # "no_grad", "autocast"
     batch: int = 0
     main_grad: str = ""  # "fits", "other shape"
-    sizes: str = ""  # "given", "wrong"
+    sizes: str = ""  # "given", "tensor", "wrong"
     engine: str = "chunked"
+    biases: int = 1  # of each weight
 
 
 def calls() -> st.SearchStrategy[Drawn]:
@@ -63,8 +66,9 @@ def calls() -> st.SearchStrategy[Drawn]:
         mode=seldom(["", "", "no_grad", "autocast"]),
         batch=seldom([0, 0, 2]),
         main_grad=seldom(["", "", "", "fits", "other shape"]),
-        sizes=seldom(["", "", "given", "wrong"]),
+        sizes=seldom(["", "", "given", "tensor", "wrong"]),
         engine=seldom(["chunked", "chunked", "collective", "auto", "none"]),
+        biases=seldom([1, 1, 1, 0, 2]),
     )
 
 
@@ -94,7 +98,8 @@ def outcome(group: Any, function: str, drawn: Drawn, seed: int) -> Any:
             t.requires_grad_(needs)
     if drawn.main_grad:
         weights[0].main_grad = torch.zeros(drawn.n + (drawn.main_grad != "fits"), shape[1])
-    sizes = {"": None, "given": [drawn.rows] * W, "wrong": [drawn.rows + 1, drawn.rows]}[drawn.sizes]
+    right = [drawn.rows] * W
+    sizes = {"given": right, "tensor": torch.tensor(right), "wrong": [drawn.rows + 1, drawn.rows]}.get(drawn.sizes)
     how: dict[str, Any] = dict(engine=drawn.engine)
     if function != "matmul_all_reduce":
         how |= dict(sizes=sizes, dim=1 if drawn.batch else 0)
@@ -102,7 +107,8 @@ def outcome(group: Any, function: str, drawn: Drawn, seed: int) -> Any:
     try:
         with cast, torch.set_grad_enabled(drawn.mode != "no_grad"):
             if gathers:
-                (y,) = getattr(fusedtp, function)(x, weights, group, biases=[bias] * len(weights), **how)
+                biases = [bias] * (drawn.biases * len(weights))
+                (y,) = getattr(fusedtp, function)(x, iter(weights), group, biases=biases, **how)
             else:
                 y = getattr(fusedtp, function)(x, weights[0], group, bias=bias, **how)
         if y.requires_grad:
@@ -153,8 +159,9 @@ def checks_of(group: Any, function: str, mode: str) -> list[int]:
     module.check_linear = counted
     found = []
     try:
+        sizes = "" if function == "matmul_all_reduce" else "tensor"
         for seed, drawn in enumerate([Drawn(), Drawn(), Drawn(n=2)]):
-            outcome(group, function, drawn._replace(mode=mode), seed)
+            outcome(group, function, drawn._replace(mode=mode, sizes=sizes), seed)
             found.append(counts[0])
     finally:
         module.check_linear = checked
@@ -186,6 +193,57 @@ def of_layouts(group: Any) -> list[int]:
 
 def test_each_layout_has_a_plan_of_its_own():
     assert world(W).run(of_layouts) == [[0, 1, 2, 3] * 2] * W
+
+
+def misread(group: Any) -> None:
+    """Operands that were right are wrong as other arguments, or beside an activation that there is not."""
+    x, a, b = torch.ones(3, 4), torch.ones(5, 4), torch.ones(5, 4)
+    fusedtp.all_gather_matmul(x, [a, b], group, biases=[None, None])
+    with pytest.raises(ValueError, match="1 weights, 3 biases"):
+        fusedtp.all_gather_matmul(x, [a], group, biases=[b, None, None])
+    fusedtp.all_gather_gated_matmul(x, [a, b], group)
+    with pytest.raises(ValueError, match="act is 'relu'"):
+        fusedtp.all_gather_gated_matmul(x, [a, b], group, act="relu")
+
+
+def test_a_kind_has_all_arguments_and_how_many_weights():
+    world(W).run(misread)
+
+
+def of_a_distributed_x(group: Any) -> None:
+    """It is refused, whatever came before, and leaves nothing that a plain one of its shape would take."""
+    mesh = init_device_mesh("cpu", (W,))
+    x, w = torch.ones(3, 4), torch.ones(5, 4)
+    whole = DTensor.from_local(x, mesh, [Shard(0)])
+    for turn in (whole, x, whole, x):
+        if turn is whole:
+            with pytest.raises((RuntimeError, ValueError)):
+                fusedtp.all_gather_matmul(turn, [w], group, engine="chunked")
+        else:
+            (y,) = fusedtp.all_gather_matmul(turn, [w], group, engine="chunked")
+            assert torch.equal(y, torch.full((W * 3, 5), 4.0))
+
+
+def test_a_distributed_x_is_of_no_kind():
+    world(W).run(of_a_distributed_x, fresh=True)
+
+
+def refused(group: Any, weights: Any, good: Any) -> str:
+    """One rank's operands are no tensors: what a rank hears, and that the group goes on."""
+    fusedtp.set_timeout(group, 60)
+    x, heard = torch.ones(3, 4), ""
+    try:
+        fusedtp.all_gather_gated_matmul(x, weights, group, engine="chunked")
+    except Exception as error:
+        heard = type(error).__name__
+    fusedtp.all_gather_gated_matmul(x, good, group, engine="chunked")
+    return heard
+
+
+@pytest.mark.parametrize(("wrong", "error"), [(None, "TypeError"), ([None, None], "AttributeError")])
+def test_peers_hear_of_operands_that_are_no_tensors(wrong, error):
+    good = [torch.ones(5, 4)] * 2
+    assert world(W).run(refused, PerRank([wrong, good]), good) == [error, "PeerFailed"]
 
 
 def raises_before_its_call(group: Any, faulty: bool) -> str:
