@@ -99,11 +99,10 @@ def all_gather_gated_matmul(
     """
     call, operands = linear_call(op, rows_of_shard, group, x, weights, biases, sizes, dim, engine, layer, act)
     spec, x = call.spec, operands.x
-    flat = x if dim == 0 else x.flatten(0, -2)
     if spec.needs_grad:
-        y = _GatedColumnParallel.apply(call, keep_gathered, flat, *operands.given, act)
+        y = _GatedColumnParallel.apply(call, keep_gathered, x, *operands.given, act)
     else:
-        y = op(spec, flat, operands.own[:2], operands.own[2:], act, False, False, plan=call.plan)[0]
+        y = op(spec, x, operands.own[:2], operands.own[2:], act, False, False, plan=call.plan)[0]
     return (y if dim == 0 else y.view(spec.batch, sum(spec.sizes), y.shape[1]),)
 
 

@@ -107,11 +107,10 @@ def all_gather_matmul(
     """
     call, operands = linear_call(op, rows_of_shard, group, x, weights, biases, sizes, dim, engine, layer)
     spec, x, own, n = call.spec, operands.x, operands.own, len(operands.own) // 2
-    flat = x if dim == 0 else x.flatten(0, -2)
     if spec.needs_grad:
-        ys = _ColumnParallel.apply(call, keep_gathered, flat, *operands.given)
+        ys = _ColumnParallel.apply(call, keep_gathered, x, *operands.given)
     else:
-        ys = tuple(op(spec, flat, own[:n], own[n:], False, plan=call.plan))
+        ys = tuple(op(spec, x, own[:n], own[n:], False, plan=call.plan))
     return ys if dim == 0 else tuple(y.view(spec.batch, sum(spec.sizes), y.shape[1]) for y in ys)
 
 

@@ -45,7 +45,12 @@ class LinearCall(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """x, weights and biases as autocast has them, and of weights and biases what is this rank's part."""
+    """What a call multiplies, as autocast has it.
+
+    x      [T, K]: entries of a batch one after another
+    given  weights, then biases
+    own    this rank's parts of these
+    """
 
     x: Tensor
     given: list[Any]
@@ -73,76 +78,60 @@ def linear_call(
     Raises ValueError for operands that do not fit; the peers of a rank that raises here know (CPU).
     """
     at = place(group)
-    if torch.compiler.is_compiling() or _len_torch_dispatch_stack() or torch.is_autocast_enabled(at.device_type):
-        with propagate_errors(at):
-            return _checked(at, rows_of, x, weights, biases, sizes, dim, engine, layer, act)
-    comm, key, kept = registered(at.name), None, True
-    try:
-        weights = list(weights)
-        biases = [None] * len(weights) if biases is None else list(biases)
-        sizes = None if sizes is None else tuple(map(int, sizes))
-        grads, own = torch.is_grad_enabled(), []
-        kind = [op, len(weights), sizes, dim, engine, layer, act, GENERATION[0], grads]
-        kept = type(x) is not DTensor  # isinstance asks its metaclass, in Python
-        for t in (x, *weights, *biases):
-            if t is None:
-                kind.append(None)
-            else:
-                needs = t.requires_grad
-                if needs and grads and getattr(t, "main_grad", None) is not None:
-                    kept = False
-                if type(t) is DTensor:
-                    t = t._local_tensor
-                kind += needs, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0
-            own.append(t)
-        key = tuple(kind)
-        call = comm.kinds.get(key) if kept else None
-        if call is not None:
-            return call, Operands(x, [*weights, *biases], own[1:])
-    except Exception:  # no tensors, no numbers, no memory: the checks say which, and the peers are told
-        kept = False
+    traced = torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0
+    keeps, key = not traced and not torch.is_autocast_enabled(at.device_type), None
+    if keeps:
+        try:
+            weights = list(weights)
+            biases = [None] * len(weights) if biases is None else list(biases)
+            sizes = None if sizes is None else tuple(map(int, sizes))
+            grads, own = torch.is_grad_enabled(), []
+            kind = [op, len(weights), sizes, dim, engine, layer, act, GENERATION[0], grads]
+            keeps = type(x) is not DTensor  # isinstance asks its metaclass, in Python
+            for t in (x, *weights, *biases):
+                if t is None:
+                    kind.append(None)
+                else:
+                    needs = t.requires_grad
+                    if needs and grads and getattr(t, "main_grad", None) is not None:
+                        keeps = False
+                    if type(t) is DTensor:
+                        t = t._local_tensor
+                    kind += needs, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0
+                own.append(t)
+            key = tuple(kind)
+            call = registered(at.name).kinds.get(key) if keeps else None
+            if call is not None:
+                return call, Operands(x if x.dim() == 2 else x.flatten(0, -2), [*weights, *biases], own[1:])
+        except Exception:  # no tensors, no numbers, no memory: below it is said, and the peers are told
+            keeps = False
     with propagate_errors(at):
-        call, operands = _checked(at, rows_of, x, weights, biases, sizes, dim, engine, layer, act)
-        if kept:
-            (x, _, own), n = operands, len(operands.own) // 2
+        if act is not None and act not in ACTIVATIONS:
+            raise ValueError(f"rank {at.rank}: act is {act!r}; it must be one of {', '.join(ACTIVATIONS)}")
+        weights = list(weights)
+        n = len(weights)
+        biases = [None] * n if biases is None else list(biases)
+        if act is not None and (n != 2 or len(biases) != 2 or weights[0].shape != weights[1].shape):
+            raise ValueError(
+                f"rank {at.rank}: got weights {[tuple(w.shape) for w in weights]} and {len(biases)} biases; wanted "
+                "gate and up of one shape, a bias or None each"
+            )
+        if not weights or len(biases) != n:
+            raise ValueError(f"{n} weights, {len(biases)} biases; give at least one weight, a bias or None each")
+        main_grads = main_grads_of(weights)  # before a cast loses them
+        rows = rows_of(x, at, sizes, dim)
+        x, *given = as_autocast(at.device_type, x, *weights, *biases)
+        own, _ = parts(given)
+        check_linear(at, x, own[:n], own[n:])
+        spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad(x, *given), layer)
+        call = LinearCall(spec, None, main_grads, spec._replace(needs_grad=0))
+        x = x if x.dim() == 2 else x.flatten(0, -2)
+        if keeps:
+            comm = registered(at.name)
             assert op.linear is not None
-            shared = op.shared(*op.linear(x if x.dim() == 2 else x.flatten(0, -2), own[:n], own[n:]))
-            plan = op.planned(comm, call.spec, shared)._replace(alike=True, launches={})
-            call = call._replace(plan=plan)
+            plan = op.planned(comm, spec, op.shared(*op.linear(x, own[:n], own[n:])))
+            call = call._replace(plan=plan._replace(alike=True, launches={}))
             if len(comm.kinds) >= MAX_PLANS:
                 comm.kinds.clear()
             comm.kinds[key] = call
-        return call, operands
-
-
-def _checked(
-    at: Place,
-    rows_of: RowsOf,
-    x: Tensor,
-    weights: Iterable[Any],
-    biases: Iterable[Any] | None,
-    sizes: Sequence[int] | None,
-    dim: int,
-    engine: str,
-    layer: str,
-    act: str | None,
-) -> tuple[LinearCall, Operands]:
-    if act is not None and act not in ACTIVATIONS:
-        raise ValueError(f"rank {at.rank}: act is {act!r}; it must be one of {', '.join(ACTIVATIONS)}")
-    weights = list(weights)
-    n = len(weights)
-    biases = [None] * n if biases is None else list(biases)
-    if act is not None and (n != 2 or len(biases) != 2 or weights[0].shape != weights[1].shape):
-        raise ValueError(
-            f"rank {at.rank}: got weights {[tuple(w.shape) for w in weights]} and {len(biases)} biases; wanted gate "
-            "and up of one shape, a bias or None each"
-        )
-    if not weights or len(biases) != n:
-        raise ValueError(f"{n} weights, {len(biases)} biases; give at least one weight, a bias or None each")
-    main_grads = main_grads_of(weights)  # before a cast loses them
-    rows = rows_of(x, at, sizes, dim)
-    x, *given = as_autocast(at.device_type, x, *weights, *biases)
-    own, _ = parts(given)
-    check_linear(at, x, own[:n], own[n:])
-    spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad(x, *given), layer)
-    return LinearCall(spec, None, main_grads, spec._replace(needs_grad=0)), Operands(x, given, own)
+        return call, Operands(x, given, own)

@@ -95,13 +95,11 @@ def matmul_all_reduce(
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
     call, operands = linear_call(op, rows_of_all, group, x, [weight], [bias], None, 0, engine, layer)
-    x = operands.x
-    flat = x if x.dim() == 2 else x.flatten(0, -2)
     if call.spec.needs_grad:
-        y = _AllReduced.apply(call, None, flat, *operands.given)
+        y = _AllReduced.apply(call, call.main_grads[0], operands.x, *operands.given)
     else:
-        y = op(call.spec, flat, *operands.own, plan=call.plan)
-    return y if flat is x else y.reshape(*x.shape[:-1], y.shape[1])
+        y = op(call.spec, operands.x, *operands.own, plan=call.plan)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[1])
 
 
 def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -120,7 +118,7 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 class _AllReduced(Function):
-    """Both gradients are local. `call` None: so is the forward, and the weight's main_grad is given."""
+    """Both gradients are local. `call` None: so is the forward."""
 
     @staticmethod
     def forward(
@@ -132,9 +130,11 @@ class _AllReduced(Function):
         bias: Tensor | None,
     ) -> Tensor:
         _, _, need_x, need_weight, _ = ctx.needs_input_grad
-        (x, weight, bias), ctx.lying = ((x, weight, bias), {}) if call is None else parts((x, weight, bias))
+        ctx.lying = {}
+        if call is not None:
+            (x, weight, bias), ctx.lying = parts((x, weight, bias))
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        ctx.main_grad = main_grad if call is None else call.main_grads[0]
+        ctx.main_grad = main_grad
         return linear(x, weight, bias) if call is None else op(call.spec, x, weight, bias, plan=call.plan)
 
     @staticmethod

@@ -84,12 +84,11 @@ def matmul_reduce_scatter(
     """
     call, operands = linear_call(op, rows_of_full, group, x, [weight], [bias], sizes, dim, engine, layer)
     spec, x = call.spec, operands.x
-    flat = x if dim == 0 else x.flatten(0, -2)
     if spec.needs_grad:
-        y = _RowParallel.apply(call, flat, *operands.given)
+        y = _RowParallel.apply(call, x, *operands.given)
     else:
         own_weight, own_bias = operands.own
-        y = op(spec, [flat], [own_weight], own_bias, plan=call.plan)
+        y = op(spec, [x], [own_weight], own_bias, plan=call.plan)
     return y if dim == 0 else y.view(spec.batch, spec.sizes[spec.rank], y.shape[1])
 
 
