@@ -471,10 +471,10 @@ def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
         wider = 16384 - width % VECTOR  # or a width whose alignment the compiler does not know
         x, weight = empty(rows, wider), empty(wider, of=torch.float32)
     if kernel in ("rms_norm_kernel", "rms_norm_wide_kernel"):
-        return pointwise.plan_rms_norm(x, x, weight, 1e-5, machine)[0]
+        return pointwise.plan_rms_norm(x, x, weight, 1e-5, machine).whole()[0]
     if kernel in ("rms_norm_backward_kernel", "rms_norm_wide_backward_kernel"):
         inverse_rms = empty(rows, of=torch.float32)
-        return pointwise.plan_rms_norm_backward(x, x, x, weight, inverse_rms, machine)[0]
+        return pointwise.plan_rms_norm_backward(x, x, x, weight, inverse_rms, machine).whole()[0]
     if kernel == "quantize_kernel":  # rows, columns, and rows that no program holds by a scale that is given
         kind = torch.float8_e5m2 if variant.name == "bf16" else torch.float8_e4m3fn
         made = torch.empty(rows, width + 16, dtype=kind, device="meta")[:, : width - width % VECTOR]
@@ -491,16 +491,16 @@ def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
     if kernel == "largest_kernel":
         return quantize.plan_largest(x, machine)[0]
     if kernel == "swiglu_kernel":
-        return pointwise.plan_swiglu(gate, gate, act)[0]
+        return pointwise.plan_swiglu(gate, gate, act, machine).whole()[0]
     if kernel == "swiglu_backward_kernel":
-        return pointwise.plan_swiglu_backward(gate, gate, gate, act)[0]
+        return pointwise.plan_swiglu_backward(gate, gate, gate, act, machine).whole()[0]
     if kernel.startswith("logit_"):
         logits, labels, row = gate, empty(rows, of=torch.int64), empty(rows, of=torch.float32)
         if kernel == "logit_stats_kernel":
             return cross_entropy.plan_logit_stats(logits, labels, wide, machine)[0]
         return cross_entropy.plan_logit_gradient(logits, logits, labels, wide, row, row, machine)
     q, k, table = empty(1, rows, 32, 128), empty(1, rows, 8, 128), empty(1, rows, 1, 64, of=torch.float32)
-    return pointwise.plan_rotate(q, k, table, table, 1)[0]
+    return pointwise.plan_rotate(q, k, table, table, 1, machine).whole()[0]
 
 
 def _view(world_size: int) -> SimpleNamespace:

@@ -139,7 +139,7 @@ def _grouped(name: str, v: Variant) -> Local:
 def _swiglu(v: Variant) -> Local:
     draw, (act, formula) = drawn(), ACTIVATIONS[v.dtype]
     gate, up = draw(70, 40), draw(70, 40)
-    launch, y = pointwise.plan_swiglu(gate.to(v.dtype), up.to(v.dtype), act)
+    launch, y = pointwise.plan_swiglu(gate.to(v.dtype), up.to(v.dtype), act, v.machine).whole()
     return Local(launch, [y], [formula(gate) * up], False)
 
 
@@ -151,7 +151,7 @@ def _swiglu_backward(v: Variant, grouped_rows: bool = False) -> Local:
     gate, up = gate.requires_grad_(), up.requires_grad_()
     wanted = torch.autograd.grad(formula(gate) * up, (gate, up), dy)
     if not grouped_rows:
-        return Local(*pointwise.plan_swiglu_backward(*given, act), wanted, False)
+        return Local(*pointwise.plan_swiglu_backward(*given, act, v.machine).whole(), wanted, False)
     made = grouped.plan_gated_backward(*given, torch.tensor(OFFSETS, dtype=torch.int32), act, v.machine)
     unwritten = torch.arange(R)[:, None] >= OFFSETS[-1]
     return Local(*made, [each.masked_fill(unwritten, torch.nan) for each in wanted], False)
@@ -161,7 +161,7 @@ def _norm(v: Variant, rows: int, width: int) -> Local:
     draw = drawn()
     x, residual, weight = draw(rows, width), draw(rows, width), draw(width)
     added = None if v.dtype == BF16 else residual.to(v.dtype)
-    launch, (y, total, inverse_rms) = pointwise.plan_rms_norm(x.to(v.dtype), added, weight, 1e-5, v.machine)
+    launch, (y, total, inverse_rms) = pointwise.plan_rms_norm(x.to(v.dtype), added, weight, 1e-5, v.machine).whole()
     wanted = x if added is None else x + residual
     inverse = torch.rsqrt(wanted.square().mean(1) + 1e-5)
     outs, all_wanted = [y, inverse_rms], [wanted * inverse[:, None] * weight, inverse]
@@ -176,7 +176,7 @@ def _norm_backward(v: Variant, rows: int, width: int) -> Local:
     x, residual, dy, weight, r = draw(rows, width), draw(rows, width), draw(rows, width), draw(width), draw(rows)
     low_dy, low_residual, low_x = (each.to(v.dtype) for each in (dy, residual, x))
     alone, added = replace(v.machine, programs=0), None if v.dtype == BF16 else low_residual
-    made = pointwise.plan_rms_norm_backward(low_dy, added, low_x, weight, r, alone)
+    made = pointwise.plan_rms_norm_backward(low_dy, added, low_x, weight, r, alone).whole()
     scaled, r = dy * weight, r[:, None]
     dx = r * scaled - x * r**3 * (scaled * x).sum(1, keepdim=True) / width
     return Local(*made, [dx if added is None else dx + residual, (dy * x * r).sum(0, keepdim=True)], False)
@@ -190,7 +190,7 @@ def _rope(v: Variant) -> Local:
     draw = drawn()
     batch, sign = 1 if v.dtype == BF16 else 2, -1 if v.dtype == F16 else 1
     q, k, cos, sin = draw(2, 3, 5, 12), draw(2, 3, 2, 12), draw(batch, 3, 1, 6), draw(batch, 3, 1, 6)
-    launch, outs = pointwise.plan_rotate(q.to(v.dtype), k.to(v.dtype), cos, sin, sign)
+    launch, outs = pointwise.plan_rotate(q.to(v.dtype), k.to(v.dtype), cos, sin, sign, v.machine).whole()
     halves, sin = (each.chunk(2, -1) for each in (q, k)), sign * sin
     return Local(launch, outs, [torch.cat([a * cos - b * sin, b * cos + a * sin], -1) for a, b in halves])
 

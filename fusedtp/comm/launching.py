@@ -103,14 +103,26 @@ class Launch:
         if meet is not None:
             meet()
 
-    def start(self, device: torch.device) -> None:
+    def start(self, device: torch.device, tensors: dict[str, Tensor | None] | None = None) -> None:
         """Start a kernel that belongs to no call, if there is anything to do.
 
-        Nobody keeps this launch: what was compiled is found by all its arguments that are no tensors. (Where the tiles
-        of a TMA descriptor differ, so does one of the constants.)
+        tensors   those that were missing, of a launch that is kept by the `layouts` of all that are not new and
+                  contiguous, and by whatever else its caller is told. None: the launch is whole, and nobody keeps it
         """
         if not self.programs:
             return
+        if tensors is not None:
+            made, given = self.repeated, tensors
+        else:
+            made, given = self._looked_up(device)
+        with on(device):
+            made.start(device, given, alike=tensors is not None)
+
+    def _looked_up(self, device: torch.device) -> tuple[Repeated, dict[str, Any]]:
+        """What is kept of launches like this one, by all arguments that are no tensors, and those that are.
+
+        (Where the tiles of a TMA descriptor differ, so does one of the constants.)
+        """
         same: dict[str, Any] = {}
         given: dict[str, Any] = {}
         for name, value in self.args.items():
@@ -118,9 +130,8 @@ class Launch:
             # a TMA descriptor has a base
             of_call = first is None or isinstance(first, Tensor) or hasattr(first, "base")
             (given if of_call else same)[name] = value
-        made = _kept(self.kernel, self.programs, device, tuple(self.options.items()), tuple(same.items()), tuple(given))
-        with on(device):
-            made.start(device, given)
+        options = tuple(self.options.items())
+        return _kept(self.kernel, self.programs, device, options, tuple(same.items()), tuple(given)), given
 
 
 def layouts(*tensors: Tensor | None) -> tuple[Any, ...]:

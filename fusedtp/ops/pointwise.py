@@ -31,9 +31,14 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [..., H] -> [T, H], each row contiguous; a view where the strides allow one."""
-    flat = x.reshape(-1, x.shape[-1])
+    """x [..., H] -> [T, H], each row contiguous; a view where the strides allow one, and x where it is that already."""
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+def _shaped(rows: Tensor, x: Tensor) -> Tensor:
+    """[T, H] -> as x [..., H] is."""
+    return rows if x.dim() == 2 else rows.view(x.shape)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises ValueError for a weight of another length. Source: Zhang and Sennrich 2019.
     """
     y, _ = _RMSNorm.apply(_rows(x), None, weight, eps)
-    return y.view(x.shape)
+    return _shaped(y, x)
 
 
 def rms_norm_and_input(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -57,7 +62,7 @@ def rms_norm_and_input(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, T
     """
     rows = _rows(x)
     y, same = _RMSNorm.apply(rows, None, weight, eps, True)
-    return y.view(x.shape), same.view(x.shape)
+    return _shaped(y, x), _shaped(same, x)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -70,7 +75,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if x.shape != residual.shape or x.dtype != residual.dtype:
         raise ValueError(f"got x {tuple(x.shape)} {x.dtype} and a residual {tuple(residual.shape)} {residual.dtype}")
     y, total = _RMSNorm.apply(_rows(x), _rows(residual), weight, eps)
-    return y.view(x.shape), total.view(x.shape)
+    return _shaped(y, x), _shaped(total, x)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -16,7 +16,7 @@ from fusedtp.checks.lint import OWN, SIGNALS, _planned, _view, machine_of, varia
 from fusedtp.comm import device_view, launching
 from fusedtp.comm.device_view import DeviceView, meet, peers_of
 from fusedtp.lint import TARGETS
-from fusedtp.ops.launch import Launch
+from fusedtp.ops.launch import Launch, pointwise
 from fusedtp.ops.launch.operands import local_config
 from fusedtp.ops.launch.plain import plan_matmul
 from fusedtp.ops.launch.pointwise import plan_rms_norm
@@ -137,16 +137,20 @@ def test_every_kernel_is_launched_as_by_triton(triton, monkeypatch, kernel):
             continue
         pointers.clear()
         whole = _planned(kernel, variant, MACHINE)
+        first = moved = None
         if pointers:
             ((prepared, of_call),) = pointers.values()
-            first = of_call.pop("peers")
+            first = moved = of_call.pop("peers", None)
+        if first is not None:
             moved = first._replace(epoch=torch.zeros(1, dtype=torch.int32))
-        for peers in (first, first, moved) if pointers else (None, None):
+        for peers in (first, first, moved):
             args = whole.args if peers is None else {**whole.args, "peers": peers}
 
             def ours() -> None:
-                if peers is None:  # noqa: B023
+                if not pointers:
                     whole.start(CPU)  # noqa: B023
+                elif peers is None:  # noqa: B023
+                    prepared.start(CPU, of_call)  # noqa: B023
                 else:
                     prepared.repeated.start(CPU, of_call, peers)  # noqa: B023
 
@@ -295,6 +299,61 @@ def test_launches_that_operations_keep_are_triton_s(compared, name, data):
             assert compared == [{"alike": True}]
 
 
+def local_call(draw, kind: str, rows: int, width: int) -> tuple:
+    """What plans a launch of an elementwise kernel, and what it is given: all as usual but for one thing."""
+    changed, change = draw(st.integers(0, 4)), draw(st.sampled_from(["rows", "wide", "odd", "other"]))
+
+    def other(i: int) -> bool:
+        return changed == i and change == "other"
+
+    usual = torch.float32 if other(4) else torch.bfloat16
+
+    def operand(i: int, *shape: int, dtype: torch.dtype = usual):
+        return laid(change if changed == i and change != "other" else "rows", *shape, dtype=dtype)
+
+    x, second, third = (operand(i, rows, width) for i in range(3))
+    if kind == "rotate":
+        q, k = (operand(i, rows * heads, width).view(1, rows, heads, width) for i, heads in enumerate((2, 1)))
+        table = at(0, 1, rows, 1, width // 2, dtype=torch.float32)
+        return pointwise.plan_rotate, q, k, table, table, -1 if other(2) else 1
+    if kind.startswith("norm"):
+        weight = operand(3, 1, width, dtype=torch.float32 if other(3) else x.dtype).view(-1)
+        added = None if other(1) else second
+        if kind == "norm":
+            return pointwise.plan_rms_norm, x, added, weight, 1e-6 if other(2) else 1e-5
+        return pointwise.plan_rms_norm_backward, x, added, third, weight, at(0, rows, dtype=torch.float32)
+    tensors = [each.contiguous() for each in (x, second, third)]
+    act = "gelu" if other(3) else "silu"
+    if kind == "gated":
+        return pointwise.plan_swiglu, *tensors[:2], act
+    return pointwise.plan_swiglu_backward, *tensors, act
+
+
+@given(
+    kind=st.sampled_from(["norm", "norm backward", "gated", "gated backward", "rotate"]),
+    sizes=st.sampled_from([(16, 64), (1, 64), (16, 24), (16, 9000), (0, 64)]),
+    data=st.data(),
+)
+@settings(max_examples=60)
+def test_kept_launches_of_elementwise_kernels_are_triton_s(triton, kind, sizes, data):
+    """Of operands that differ in little, each twice: at first through Triton, then without."""
+    pointwise._kept.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pointwise, "machine_of", lambda _: MACHINE)
+        for _ in range(data.draw(st.integers(4, 8))):
+            plan, *given = local_call(data.draw, kind, *sizes)
+            for _ in range(2):
+                planned = plan(*given)
+                whole = plan(*given, MACHINE).launch.given(planned.tensors)
+                if whole.programs:
+                    ours = lambda: planned.start(CPU)  # noqa: B023, E731
+                    mine, want = both(whole.kernel, whole.programs, whole.args, whole.options, ours)
+                    assert mine == want
+                else:
+                    planned.start(CPU)
+    pointwise._kept.cache_clear()
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from([0, 0, 1]), st.sampled_from([1, 16, 24]), st.booleans()),
@@ -308,7 +367,7 @@ def test_a_launch_made_anew_is_triton_s(triton, calls):
     """Of RMSNorm: what is compiled depends on sizes that are one or divisible by 16, on alignment, and on None."""
     for offset, rows, with_residual in calls:
         residual = at(offset, rows, 64) if with_residual else None
-        launch, _ = plan_rms_norm(at(offset, rows, 64), residual, at(0, 64), 1e-5, MACHINE)
+        launch, _ = plan_rms_norm(at(offset, rows, 64), residual, at(0, 64), 1e-5, MACHINE).whole()
         ours = lambda: launch.start(CPU)  # noqa: B023, E731
         mine, want = both(launch.kernel, launch.programs, launch.args, launch.options, ours)
         assert mine == want
@@ -319,7 +378,7 @@ def test_a_hook_sees_every_launch(triton, kept):
     """As of a profiler, which asks Triton for it."""
     from triton import knobs
 
-    launch, _ = plan_rms_norm(at(0, 16, 64), None, at(0, 64), 1e-5, MACHINE)
+    launch, _ = plan_rms_norm(at(0, 16, 64), None, at(0, 64), 1e-5, MACHINE).whole()
     seen = []
     again = launch.repeated.start if kept else launch.start
     again(CPU)
@@ -342,7 +401,7 @@ def test_later_launches_do_not_bind(triton, monkeypatch):
     view = _view(2)
     monkeypatch.setattr(device_view, "clock_of", lambda _: "cuda")
     view = DeviceView(**{name: getattr(view, name) for name in DeviceView.__dataclass_fields__})
-    calls = [lambda: plan_rms_norm(at(0, 16, 64), None, at(0, 64), 1e-5, MACHINE)[0].start(CPU)]
+    calls = [lambda: plan_rms_norm(at(0, 16, 64), None, at(0, 64), 1e-5, MACHINE).whole()[0].start(CPU)]
     calls += [lambda: meet(view, 1, 2, 12345)]
     for call in calls:
         call()
@@ -381,7 +440,7 @@ def test_what_is_kept_holds_no_tensor_of_a_call(triton, tma):
 
 def test_what_was_compiled_lives_as_long_as_what_starts_it(triton):
     """Else its module would be unloaded, as of two threads that compile at once: Triton keeps the later one."""
-    launch, _ = plan_rms_norm(at(0, 16, 64), None, at(0, 64), 1e-5, MACHINE)
+    launch, _ = plan_rms_norm(at(0, 16, 64), None, at(0, 64), 1e-5, MACHINE).whole()
     launch.kernel.device_caches.clear()
     launch.repeated.start(CPU)
     alive = weakref.ref(*launch.kernel.device_caches[0][0].values())

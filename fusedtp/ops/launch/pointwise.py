@@ -1,13 +1,19 @@
-"""Launchers of the elementwise kernels. Every tensor's last dim is contiguous; sizes may be zero."""
+"""Launchers of the elementwise kernels. Every tensor's last dim is contiguous; sizes may be zero.
+
+A layer launches the same in every step. So the launch without its tensors, which `prepare_` functions make, is kept by
+how these lie; a `plan_` function finds it for its operands, or makes it for a `machine` that is not here.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedtp.comm.launching import Launch
+from fusedtp.comm.launching import MOST_KEPT, Launch, layouts
 
 from .config import VECTOR, Config, Machine, machine_of, power_of_two
 
@@ -17,165 +23,218 @@ PROGRAMS = 2  # that walk over rows on a multiprocessor
 STAGES = 3  # of their loops, where rows can be copied asynchronously and shared memory has room
 ELEMENTS = 2048  # of a program that is free to choose
 
+Layouts = tuple[Any, ...]  # shape, strides, alignment and dtype of each tensor, or None; see `layouts`
+
+
+class Planned(NamedTuple):
+    """A launch that lacks its tensors, these by name, and those of them that it fills."""
+
+    launch: Launch
+    tensors: dict[str, Tensor | None]
+    outs: Any
+
+    def start(self, device: torch.device) -> Any:
+        """Run it. Returns `outs`."""
+        self.launch.start(device, self.tensors)
+        return self.outs
+
+    def whole(self) -> tuple[Launch, Any]:
+        """The launch with its tensors, not yet run, and `outs`."""
+        return self.launch.given(self.tensors), self.outs
+
+
+def _found(
+    prepare: Callable[..., Launch], machine: Machine | None, device: torch.device, laid: Layouts, *how: Any
+) -> Launch:
+    """The launch of tensors that lie so on `device`, or on a machine that is not here."""
+    return _kept(prepare, device, laid, *how) if machine is None else prepare(machine, laid, *how)
+
+
+@lru_cache(MOST_KEPT)
+def _kept(prepare: Callable[..., Launch], device: torch.device, laid: Layouts, *how: Any) -> Launch:
+    return prepare(machine_of(device), laid, *how)
+
+
+# -- RMSNorm ---------------------------------------------------------------------------------------------------------
+
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H] (+ residual) -> y [T, H], h = x + residual (x itself without one), 1 / rms fp32 [T]."""
-    launch, outs = plan_rms_norm(x, residual, weight, eps, machine_of(x.device))
-    launch.start(x.device)
+    outs: tuple[Tensor, Tensor, Tensor] = plan_rms_norm(x, residual, weight, eps).start(x.device)
     return outs
 
 
 def plan_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, machine: Machine
-) -> tuple[Launch, tuple[Tensor, Tensor, Tensor]]:
-    """The launch of rms_norm, not yet run, and its outputs."""
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, machine: Machine | None = None
+) -> Planned:
+    """rms_norm, not yet run."""
+    launch = _found(prepare_rms_norm, machine, x.device, layouts(x, residual, weight), eps)
+    y, inverse_rms = x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
+    total = None if residual is None else x.new_empty(x.shape)
+    tensors = dict(x=x, residual=residual, weight=weight, y=y, total=total, inverse_rms=inverse_rms)
+    return Planned(launch, tensors, (y, x if total is None else total, inverse_rms))
+
+
+def prepare_rms_norm(machine: Machine, laid: Layouts, eps: float) -> Launch:
+    """For x, residual and weight that lie so."""
     from fusedtp.kernels.rms_norm import rms_norm_kernel
     from fusedtp.kernels.rms_norm_wide import rms_norm_wide_kernel
 
-    rows, width = x.shape
-    y, inverse_rms = x.new_empty(rows, width), x.new_empty(rows, dtype=torch.float32)
-    total = None if residual is None else x.new_empty(rows, width)
-    stride_r = 0 if residual is None else residual.stride(0)
-    args = dict(
-        x=x,
-        stride_x=x.stride(0),
-        residual=residual,
-        stride_r=stride_r,
-        weight=weight,
-        y=y,
-        total=total,
-        inverse_rms=inverse_rms,
-        T=rows,
-        H=width,
-        eps=eps,
-    )
-    outs = y, x if total is None else total, inverse_rms
+    x, residual, _ = laid
+    (rows, width), steps = x[0], [_step(x), _step(residual)]
+    args = dict(stride_x=steps[0], stride_r=steps[1], T=rows, H=width, eps=eps)
     if width > WHOLE:
-        args |= dict(BLOCK=_wide_block(width, x.stride(0), stride_r))
-        return _launch(rms_norm_wide_kernel, rows, args, WIDE_WARPS, machine), outs
+        args |= dict(BLOCK=_wide_block(width, *steps))
+        return _launch(rms_norm_wide_kernel, rows, args, WIDE_WARPS, machine)
     block, height, warps = _row_blocks(width)
     args |= dict(ROWS=height, BLOCK=block)
-    return _launch(rms_norm_kernel, -(-rows // height) if width else 0, args, warps, machine), outs
+    return _launch(rms_norm_kernel, -(-rows // height) if width else 0, args, warps, machine)
 
 
 def rms_norm_backward(
     dy: Tensor, dtotal: Tensor | None, h: Tensor, weight: Tensor, inverse_rms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """-> the gradient of x (and of the residual) [T, H], of weight [H] in fp32. Bitwise repeatable on one machine."""
-    launch, (dx, parts) = plan_rms_norm_backward(dy, dtotal, h, weight, inverse_rms, machine_of(h.device))
-    launch.start(h.device)
+    dx, parts = plan_rms_norm_backward(dy, dtotal, h, weight, inverse_rms).start(h.device)
     return dx, parts.sum(0)
 
 
 def plan_rms_norm_backward(
-    dy: Tensor, dtotal: Tensor | None, h: Tensor, weight: Tensor, inverse_rms: Tensor, machine: Machine
-) -> tuple[Launch, tuple[Tensor, Tensor]]:
-    """The launch of rms_norm_backward, not yet run; dx, and each program's part of dweight [programs, H]."""
+    dy: Tensor,
+    dtotal: Tensor | None,
+    h: Tensor,
+    weight: Tensor,
+    inverse_rms: Tensor,
+    machine: Machine | None = None,
+) -> Planned:
+    """rms_norm_backward, not yet run; it fills dx, and each program's part of dweight [programs, H]."""
+    laid = layouts(dy, dtotal, h, weight, inverse_rms)
+    launch = _found(prepare_rms_norm_backward, machine, h.device, laid)
+    programs = max(1, launch.programs // launch.args.get("COLUMNS", 1))
+    dx, parts = h.new_empty(h.shape), h.new_empty(programs, h.shape[1], dtype=torch.float32)
+    tensors = dict(dy=dy, dtotal=dtotal, h=h, weight=weight, inverse_rms=inverse_rms, dx=dx, dweight=parts)
+    return Planned(launch, tensors, (dx, parts))
+
+
+def prepare_rms_norm_backward(machine: Machine, laid: Layouts) -> Launch:
+    """For dy, dtotal, h, weight and inverse_rms that lie so."""
     from fusedtp.kernels.rms_norm import rms_norm_backward_kernel
     from fusedtp.kernels.rms_norm_wide import rms_norm_wide_backward_kernel
 
-    rows, width = h.shape
-    stride_dt = 0 if dtotal is None else dtotal.stride(0)
+    dy, dtotal, h, *_ = laid
+    (rows, width), steps = h[0], [_step(dy), _step(dtotal), _step(h)]
     block, height, warps = _row_blocks(width)
     columns = 1  # programs of a row
     if width > WHOLE:
-        block = _wide_block(width, dy.stride(0), stride_dt, h.stride(0))
+        block = _wide_block(width, *steps)
         columns, height, warps = -(-width // block), 1, WIDE_WARPS
     programs = max(1, min(PROGRAMS * machine.programs // columns, -(-rows // height)))
-    dx, parts = h.new_empty(rows, width), h.new_empty(programs, width, dtype=torch.float32)
-    args = dict(
-        dy=dy,
-        stride_dy=dy.stride(0),
-        dtotal=dtotal,
-        stride_dt=stride_dt,
-        h=h,
-        stride_h=h.stride(0),
-        weight=weight,
-        inverse_rms=inverse_rms,
-        dx=dx,
-        dweight=parts,
-        T=rows,
-        H=width,
-        BLOCK=block,
-    )
-    outs = dx, parts
+    args = dict(stride_dy=steps[0], stride_dt=steps[1], stride_h=steps[2], T=rows, H=width, BLOCK=block)
     if width > WHOLE:
         args |= dict(COLUMNS=columns)
-        return _launch(rms_norm_wide_backward_kernel, programs * columns, args, warps, machine), outs
-    ahead = (2 if dtotal is None else 3) * (STAGES - 1) * block * height * h.element_size()
-    even = all(n % VECTOR == 0 for n in (width, dy.stride(0), stride_dt, h.stride(0)))
+        return _launch(rms_norm_wide_backward_kernel, programs * columns, args, warps, machine)
+    ahead = (2 if dtotal is None else 3) * (STAGES - 1) * block * height * h[3].itemsize
+    even = all(n % VECTOR == 0 for n in (width, *steps))
     stages = STAGES if even and PROGRAMS * ahead <= machine.shared_bytes else 1
     args |= dict(ROWS=height, STAGES=stages)
     side = max(1, min(PROGRAMS, 16 // warps))  # more warps have too few registers each
-    return _launch(rms_norm_backward_kernel, programs if width else 0, args, warps, machine, side), outs
+    return _launch(rms_norm_backward_kernel, programs if width else 0, args, warps, machine, side)
+
+
+def _step(laid: Any) -> int:
+    """From one row to the next; 0 where there is no tensor."""
+    step: int = 0 if laid is None else laid[1][0]
+    return step
+
+
+# -- gated activations -----------------------------------------------------------------------------------------------
 
 
 def swiglu(gate: Tensor, up: Tensor, act: str) -> Tensor:
     """act(gate) * up; both contiguous, of one shape. act: "silu", "gelu" or "gelu_pytorch_tanh"."""
-    launch, y = plan_swiglu(gate, up, act)
-    launch.start(gate.device)
+    y: Tensor = plan_swiglu(gate, up, act).start(gate.device)
     return y
 
 
-def plan_swiglu(gate: Tensor, up: Tensor, act: str) -> tuple[Launch, Tensor]:
-    """The launch of swiglu, not yet run, and its output."""
+def plan_swiglu(gate: Tensor, up: Tensor, act: str, machine: Machine | None = None) -> Planned:
+    """swiglu, not yet run."""
+    launch = _found(prepare_swiglu, machine, gate.device, layouts(gate, up), act)
+    y = torch.empty_like(gate)
+    return Planned(launch, dict(gate=gate, up=up, y=y), y)
+
+
+def prepare_swiglu(machine: Machine, laid: Layouts, act: str) -> Launch:
+    """For gate and up that lie so."""
     from fusedtp.kernels.swiglu import swiglu_kernel
 
-    y = torch.empty_like(gate)
-    return _elementwise(swiglu_kernel, dict(gate=gate, up=up, y=y), gate.numel(), act), y
+    return _elementwise(swiglu_kernel, laid[0][0].numel(), act)
 
 
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
     """-> the gradients of gate and up. All contiguous."""
-    launch, grads = plan_swiglu_backward(dy, gate, up, act)
-    launch.start(gate.device)
+    grads: tuple[Tensor, Tensor] = plan_swiglu_backward(dy, gate, up, act).start(gate.device)
     return grads
 
 
-def plan_swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Launch, tuple[Tensor, Tensor]]:
-    """The launch of swiglu_backward, not yet run, and its outputs."""
+def plan_swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str, machine: Machine | None = None) -> Planned:
+    """swiglu_backward, not yet run."""
+    launch = _found(prepare_swiglu_backward, machine, gate.device, layouts(dy, gate, up), act)
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    return Planned(launch, dict(dy=dy, gate=gate, up=up, dgate=dgate, dup=dup), (dgate, dup))
+
+
+def prepare_swiglu_backward(machine: Machine, laid: Layouts, act: str) -> Launch:
+    """For dy, gate and up that lie so."""
     from fusedtp.kernels.swiglu import swiglu_backward_kernel
 
-    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    args = dict(dy=dy, gate=gate, up=up, dgate=dgate, dup=dup)
-    return _elementwise(swiglu_backward_kernel, args, gate.numel(), act), (dgate, dup)
+    return _elementwise(swiglu_backward_kernel, laid[0][0].numel(), act)
+
+
+def _elementwise(kernel: Any, count: int, act: str) -> Launch:
+    return _launch(kernel, -(-count // ELEMENTS), dict(N=count, BLOCK=ELEMENTS, ACT=act))
+
+
+# -- rotary embedding ------------------------------------------------------------------------------------------------
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int) -> tuple[Tensor, Tensor]:
     """q [B, S, Hq, D], k [B, S, Hk, D], tables fp32 [B or 1, S, 1, D/2] -> both rotated, contiguous."""
-    launch, outs = plan_rotate(q, k, cos, sin, sign)
-    launch.start(q.device)
+    outs: tuple[Tensor, Tensor] = plan_rotate(q, k, cos, sin, sign).start(q.device)
     return outs
 
 
-def plan_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int) -> tuple[Launch, tuple[Tensor, Tensor]]:
-    """The launch of rotate, not yet run, and its outputs."""
+def plan_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int, machine: Machine | None = None) -> Planned:
+    """rotate, not yet run."""
+    launch = _found(prepare_rotate, machine, q.device, layouts(q, k, cos, sin), sign)
+    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+    return Planned(launch, dict(q=q, q_out=q_out, k=k, k_out=k_out, cos=cos, sin=sin), (q_out, k_out))
+
+
+def prepare_rotate(machine: Machine, laid: Layouts, sign: int) -> Launch:
+    """For q, k, cos and sin that lie so."""
     from fusedtp.kernels.rope import rope_kernel
 
-    batch, length, _, size = q.shape
-    half = size // 2
+    q, k, cos, _ = laid
+    batch, length, heads_q, size = q[0]
+    heads_k, half = k[0][2], size // 2
     pad = power_of_two(half)
-    heads = power_of_two(max(q.shape[2], k.shape[2]))
-    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+    heads = power_of_two(max(heads_q, heads_k))
     args = dict(
-        q=q,
-        q_strides=q.stride()[:3],
-        q_out=q_out,
-        heads_q=q.shape[2],
-        k=k,
-        k_strides=k.stride()[:3],
-        k_out=k_out,
-        heads_k=k.shape[2],
-        cos=cos,
-        sin=sin,
+        q_strides=q[1][:3],
+        heads_q=heads_q,
+        k_strides=k[1][:3],
+        heads_k=heads_k,
         S=length,
-        stride_cos=length * half if cos.shape[0] > 1 else 0,
+        stride_cos=length * half if cos[0][0] > 1 else 0,
         SIGN=sign,
         HALF=half,
         PAD=pad,
         HEADS=min(heads, max(1, ELEMENTS // pad)),
     )
-    return _launch(rope_kernel, batch * length, args), (q_out, k_out)
+    return _launch(rope_kernel, batch * length, args)
+
+
+# -- what they share -------------------------------------------------------------------------------------------------
 
 
 def _launch(
@@ -190,10 +249,6 @@ def _launch(
     limited = machine is not None and machine.clock == "cuda"
     registers = min(255, 65536 // (32 * warps * side)) if limited else 0
     return Launch(kernel, programs, args, Config(0, 0, 0, num_warps=warps, max_registers=registers))
-
-
-def _elementwise(kernel: Any, tensors: dict[str, Tensor], count: int, act: str) -> Launch:
-    return _launch(kernel, -(-count // ELEMENTS), dict(**tensors, N=count, BLOCK=ELEMENTS, ACT=act))
 
 
 def _row_blocks(width: int) -> tuple[int, int, int]:
