@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, repeat
+from einops import repeat
 from torch import Tensor, nn
 
 from .config import ModelConfig
@@ -67,14 +67,13 @@ class Attention(nn.Module):
         known = layout if layout is not None else TokenLayout(1, q.shape[0])
         known = prepared(known, self.config, q.device, q.dtype)
         assert known.rotary is not None
-        q, k, v = (
-            rearrange(t, "(b s) (h d) -> b s h d", b=known.batch, s=known.length, d=self.head_dim) for t in (q, k, v)
-        )
+        batch, length, dim = known.batch, known.length, self.head_dim
+        q, k, v = (t.reshape(batch, length, t.shape[1] // dim, dim) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         rate = self.config.attention_dropout if self.training else 0.0
         y = attend(*rotate_pair(q, k, *known.rotary), v, known.mask, rate)
-        return self.o_proj(rearrange(y, "b s h d -> (b s) (h d)"), layout)
+        return self.o_proj(y.reshape(batch * length, y.shape[2] * dim), layout)
 
 
 def prepared(layout: TokenLayout, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> TokenLayout:
@@ -108,11 +107,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float = 0.0) ->
         group = q.shape[2] // k.shape[2]
         k, v = (repeat(t, "b s h d -> b s (h g) d", g=group) for t in (k, v))
         grouped = False
-    q, k, v = (rearrange(t, "b s h d -> b h s d") for t in (q, k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if mask.blocks is not None:
         y = flex(q, k, v, mask.blocks, grouped)
     else:
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask.dense, is_causal=mask.is_causal, dropout_p=dropout, enable_gqa=grouped
         )
-    return rearrange(y, "b h s d -> b s h d").to(dtype)
+    return y.transpose(1, 2).to(dtype)
