@@ -9,17 +9,22 @@ The first launch of a kind goes through Triton, which compiles then. So does eve
 multiple of 16 or while a hook watches launches (a profiler's), every one under the interpreter, and every one on AMD,
 where what is compiled depends on a tensor's size as well.
 
+Note [Below Triton's launcher]: what Triton compiled is started by a launcher in Python, which asks in every call for
+scratch memory and encodes each TMA descriptor anew. Calls that are alike go below it: they hand the driver's function
+all that this launcher would, and a descriptor is encoded once for an address. No version of Triton promises the
+launcher's fields. Where they are missing or do not fit, or where it brings memory, it is called as it is.
+
 Everything that imports triton is imported inside a function: `import fusedtp` works without it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +32,7 @@ from torch import Tensor
 from .copies import Sending
 from .streams import is_capturing
 
-STREAM = 3  # which argument of a launcher it is
+MOST_MAPS = 4096  # encoded descriptors of one operand, whose address changes
 MOST_KEPT = 4096  # launches that nobody else keeps: sizes are a part of their key, and some never come again
 _HERE: AbstractContextManager[Any] = nullcontext()
 _LOADING = threading.Lock()  # ranks that are threads: one compiles a kernel, the others find it
@@ -165,10 +170,8 @@ class Repeated:
         self._compiled = isinstance(kernel, JITFunction)
         self._runtime = knobs.runtime  # which has the hooks
         self._peers: Any = None
-        self._places: list[int] = []  # of a call's arguments among all
-        # of each kind: what was compiled, which unloads its module when nobody holds it; its launcher; its arguments
-        self._ready: dict[Any, tuple[Any, Any, list[Any]]] = {}
-        self._only: tuple[Any, Any, list[Any]] | None = None  # the one of calls that are alike
+        self._ready: dict[Any, _Ready] = {}  # of each kind
+        self._only: _Ready | None = None  # the one of calls that are alike
 
     def start(
         self, device: torch.device, given: Mapping[str, Any] = {}, peers: Any = None, alike: bool = False
@@ -178,29 +181,29 @@ class Repeated:
         given   the same names in every call, in one order: tensors, None, tuples of these, integers, and TMA
                 descriptors of the same tiles in every call
         peers   one more; the same object until the group's memory moves
-        alike   all else that Triton chooses by is the same in every call: what is a tensor or None, dtypes, alignment
+        alike   all else that Triton chooses by is the same in every call: what is a tensor or None, dtypes, alignment;
+                and so are the shapes and strides of what descriptors describe
         """
         if peers is not self._peers:
             self._ready.clear()
             self._peers, self._only = peers, None
         enter, leave = self._runtime.launch_enter_hook, self._runtime.launch_exit_hook
         watched = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-        ready, kinds = self._only if alike else None, None
+        ready = self._only if alike else None
         if ready is None or watched:
-            if self._compiled:
-                kinds = _kinds(given.values())
-                ready = self._ready.get(kinds)
-            if ready is None or watched:
+            kinds = _kinds(given.values()) if self._compiled else None
+            kept = self._ready.get(kinds)
+            if kept is None or watched:
                 args = {**self.args, **given} if peers is None else {**self.args, **given, "peers": peers}
                 compiled = self.kernel[(self.programs,)](**args, **self.options)
                 if kinds is not None:
                     self._keep(kinds, compiled, args, list(given))
                 return
+            ready = kept
             if alike:
-                self._only = ready
-        _compiled, launch, first = ready
-        arguments = first.copy()
-        for place, value in zip(self._places, given.values()):
+                ready = self._only = kept.unwrapped(given)
+        arguments, maps = ready.arguments.copy(), ready.maps
+        for place, value in zip(ready.places, given.values()):
             if type(value) is tuple:
                 of_tuple = []  # a comprehension is a call, before Python 3.12
                 for each in value:
@@ -208,10 +211,14 @@ class Repeated:
                 value = tuple(of_tuple)
             elif isinstance(value, Tensor):
                 value = value.data_ptr()
+            elif place in maps:
+                value = ready.map_of(place, value)
             arguments[place] = value
-        if device.type == "cuda":
-            arguments[STREAM] = torch._C._cuda_getCurrentRawStream(device.index)
-        launch(*arguments)
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+        if ready.in_one:
+            ready.launch(self.programs, 1, 1, stream, *ready.how, arguments)
+        else:
+            ready.launch(self.programs, 1, 1, stream, *ready.how, *arguments)
 
     def load(self, given: Mapping[str, Any] = {}, peers: Any = None) -> None:
         """Compile for arguments like these and load what was compiled, without starting it."""
@@ -219,18 +226,87 @@ class Repeated:
         self.kernel.warmup(**args, **self.options, grid=(self.programs,))._init_handles()
 
     def _keep(self, kinds: tuple[Any, ...], compiled: Any, args: Mapping[str, Any], given: list[str]) -> None:
-        """As Triton launches what it has found: with a grid, a stream, the function, no hooks, and all arguments."""
         self._compiled = compiled.metadata.target.backend == "cuda"
         if not self._compiled:
             return
         parameters = self.kernel.signature.parameters
-        every = [args.get(name, parameter.default) for name, parameter in parameters.items()]
-        first = [self.programs, 1, 1, 0, compiled.function, compiled.packed_metadata, None, None, None]
-        self._places = [len(first) + list(parameters).index(name) for name in given]
-        arguments = [*first, *map(_addresses, every)]
-        for place in self._places:  # of the first call, whose descriptors hold tensors
+        arguments = [_addresses(args.get(name, parameter.default)) for name, parameter in parameters.items()]
+        places = [list(parameters).index(name) for name in given]
+        for place in places:  # of the first call, whose descriptors hold tensors
             arguments[place] = None
-        self._ready.setdefault(kinds, (compiled, compiled.run, arguments))
+        self._ready.setdefault(kinds, _Ready.of(compiled, places, arguments))
+
+
+class _Ready(NamedTuple):
+    """A compiled kernel, and how it is launched without Triton's binding.
+
+    compiled    unloads its module when nobody holds it
+    launch      (programs, 1, 1, stream, *how, arguments): of Triton's launcher one by one, of the driver's own `in_one`
+    places      of a call's arguments among all
+    maps        of each place that takes a TMA descriptor: how it is encoded, and what was encoded, by address
+    """
+
+    compiled: Any
+    launch: Callable[..., Any]
+    how: tuple[Any, ...]
+    places: list[int]
+    arguments: list[Any]
+    in_one: bool = False
+    maps: Mapping[int, tuple[Any, dict[int, Any]]] = {}
+
+    @classmethod
+    def of(cls, compiled: Any, places: list[int], arguments: list[Any]) -> _Ready:
+        """As Triton launches what it has found: the function, no hooks."""
+        how = compiled.function, compiled.packed_metadata, None, None, None
+        return cls(compiled, compiled.run, how, places, arguments)
+
+    def unwrapped(self, given: Mapping[str, Any]) -> _Ready:
+        """The same by Note [Below Triton's launcher], for calls that are alike, of which `given` is one."""
+        run = self.compiled.run
+        try:
+            metas = list(getattr(self.compiled.metadata, "tensordesc_meta", None) or ())
+            if run.global_scratch_size or run.profile_scratch_size or run.gsan_enabled or None in metas:
+                return self
+            from triton.backends.nvidia.driver import make_tensordesc_arg
+            from triton.runtime import driver
+
+            launch = driver.active.utils.launch
+            how = (
+                self.compiled.function, run.launch_cooperative_grid, run.launch_pdl, self.compiled.packed_metadata,
+                None, None, None, None, None, run.arg_annotations, run.kernel_signature,
+            )  # fmt: skip
+            described = {
+                place: value
+                for place, value in zip(self.places, given.values(), strict=True)
+                if value is not None and not isinstance(value, (Tensor, tuple, int))
+            }
+            arguments: list[Any] = []
+            moved: dict[int, int] = {}
+            maps: dict[int, tuple[Any, dict[int, Any]]] = {}
+            for place, value in enumerate(self.arguments):
+                moved[place] = len(arguments)
+                if place in described:
+                    encode = partial(make_tensordesc_arg, metadata=metas.pop(0), _=None)
+                    maps[len(arguments)] = encode, {}
+                    arguments += [None, *encode(described[place])[1:]]
+                else:
+                    arguments.append(value)
+            if metas or len(arguments) != len(run.arg_annotations):
+                return self
+        except (ImportError, AttributeError, IndexError, TypeError):
+            return self
+        return _Ready(self.compiled, launch, how, [moved[place] for place in self.places], arguments, True, maps)
+
+    def map_of(self, place: int, descriptor: Any) -> Any:
+        """The encoded descriptor."""
+        encode, made = self.maps[place]
+        address = descriptor.base.data_ptr()
+        found = made.get(address)
+        if found is None:
+            if len(made) >= MOST_MAPS:
+                made.clear()
+            found = made[address] = encode(descriptor)[0]
+        return found
 
 
 def _kinds(given: Iterable[Any]) -> tuple[Any, ...] | None:

@@ -44,37 +44,67 @@ launches: list[tuple] = []  # what was launched
 class Compiled:
     """What stands in for a kernel that Triton compiled: its function is by what it was compiled for."""
 
-    packed_metadata = ()
-    metadata = SimpleNamespace(target=SimpleNamespace(backend="cuda"))
+    packed_metadata = (4, 1, 0)
 
-    def __init__(self, key):
-        self.function = key
+    def __init__(self, function, source, tensordesc_meta):
+        self.function = function
+        self.metadata = SimpleNamespace(
+            target=SimpleNamespace(backend="cuda"), tensordesc_meta=tensordesc_meta, num_ctas=1,
+            global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
+            launch_cooperative_grid=False, launch_pdl=False, instrumentation_mode="",
+        )  # fmt: skip
+        self.run = nvidia().CudaLauncher(source, self.metadata)
 
     def launch_metadata(self, *_):
         return self
 
-    @property
-    def run(self):
-        return note  # which does not hold the kernel
+
+def nvidia():
+    return pytest.importorskip("triton.backends.nvidia.driver")
+
+
+def encoding_of(descriptor: str) -> dict:
+    """What the compiler says of how a descriptor is encoded, of its tiles and dtype alone."""
+    tile = descriptor[descriptor.index("[") + 1 : descriptor.index("]")]
+    return dict(
+        swizzle=descriptor, elem_size=2, elem_type=8, block_size=list(map(int, tile.split(","))), fp4_padded=False
+    )
 
 
 def note(*args) -> None:
-    """What stands in for a launcher: notes what it is called with, and calls the hooks."""
-    grid, (stream, function, packed), (metadata, enter, leave) = args[:3], args[3:6], args[6:9]
+    """What stands in for the driver's launch: notes what it is called with, and calls the hooks."""
+    grid, (stream, function), how, packed, (metadata, enter, leave) = (
+        args[:3],
+        args[3:5],
+        args[5:7],
+        args[7],
+        args[8:11],
+    )
+    scratch, annotations, signature, given = args[11:13], args[13], args[14], args[15]
     for hook in (enter, leave):
         if hook is not None:
             hook(metadata)
-    launches.append((*grid, stream, function, packed, *map(plain, args[9:])))
+    taken = taken_of(annotations, given)
+    assert len(taken) == len(signature)
+    launches.append((*grid, stream, function, packed, *how, *scratch, *map(plain, taken)))
+
+
+def taken_of(annotations, given) -> list:
+    """The arguments that a kernel takes, as the driver picks them: of tuples the entries, without constants."""
+    assert len(annotations) == len(given)
+    found = []
+    for annotation, value in zip(annotations, given, strict=True):
+        if annotation.type == "tuple":
+            found += taken_of(annotation.nested_tuple, value)
+        elif annotation.type == "argument":
+            found.append(value)
+    return found
 
 
 def plain(value):
-    """An argument by its value: a tensor by its address, a descriptor by all it holds."""
+    """An argument by its value, a tensor by its address."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
-    if isinstance(value, tuple):
-        return tuple(map(plain, value))
-    if hasattr(value, "block_shape"):
-        return value.base.data_ptr(), *map(tuple, (value.shape, value.strides, value.block_shape))
     return getattr(value, "value", value)  # of a constexpr
 
 
@@ -85,21 +115,30 @@ def triton():
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    used = set()
+    used, module = set(), nvidia()
 
-    def do_compile(self, key, signature, device, *_):
+    def do_compile(self, key, signature, device, constexprs, options, attrs, *_):
         used.add(self)
-        made = self.device_caches[device][0][key] = Compiled((self, key))
+        source = SimpleNamespace(signature=signature, constants=constexprs, fn=self)
+        metas = [encoding_of(each) for each in signature.values() if str(each).startswith("tensordesc")]
+        made = self.device_caches[device][0][key] = Compiled((self, key), source, metas or None)
         return made
+
+    def encoded(address, swizzle, size, kind, tile, shape, strides, padding):
+        return address, swizzle, size, kind, tuple(tile), tuple(shape), tuple(strides), padding
 
     active = SimpleNamespace(
         get_current_device=lambda: 0,
         get_current_stream=lambda _: 0,
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        utils=SimpleNamespace(launch=note, build_signature_metadata=tuple, fill_tma_descriptor_tiled=encoded),
     )
     driver.set_active(active)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit.JITFunction, "_do_compile", do_compile)
+        patch.setattr(module, "PyKernelArg", SimpleNamespace, raising=False)
+        for name, kind in (("ARG_TUPLE", "tuple"), ("ARG_KERNEL", "argument"), ("ARG_CONSTEXPR", "constant")):
+            patch.setattr(module, name, kind, raising=False)
         yield
     launching._kept.cache_clear()
     for kernel in used:
@@ -411,6 +450,75 @@ def test_later_launches_do_not_bind(triton, monkeypatch):
     assert [launch[:6] for launch in launches[2:]] == [launch[:6] for launch in launches[:2]]
     assert len(launches) == 4
     launches.clear()
+
+
+@pytest.fixture
+def scattering(triton, monkeypatch):
+    """matmul_reduce_scatter's engine on one of two ranks, x and weight by TMA: what calls it, and its plan."""
+    from fusedtp.ops.launch import run
+
+    op, view = OPERATIONS["matmul_reduce_scatter"], _view(2)
+    monkeypatch.setattr(run, "machine_of", lambda *_: MACHINE)
+    monkeypatch.setattr(run, "require_triton", lambda _: None)
+    peers = peers_of(view, 1, 2, 12345, "cuda")
+    view.meet = None
+    plan = SimpleNamespace(
+        rows=ROWS, total_rows=32, own_rows=16, comm=SimpleNamespace(rank=1, world_size=2), slot_bytes=0, copies=False,
+        launches={}, alike=True, call=lambda: Running(view), peers=lambda _: peers,
+    )  # fmt: skip
+    call = lambda x, weight: op.engines["triton"](plan, [x], [weight], None)  # noqa: E731
+    yield call, plan
+    launches.clear()
+
+
+def test_alike_calls_are_launched_below_triton_s_launcher(scattering, monkeypatch):
+    """That one encodes every descriptor in every call. Here an address is encoded once, as weights move to and fro."""
+    call, _ = scattering
+    utils, seen = nvidia().triton.runtime.driver.active.utils, []
+    encode = utils.fill_tma_descriptor_tiled
+    x, weights = at(0, 32, 64), [at(0, 64, 64) for _ in range(3)]
+    for _ in range(2):
+        call(x, weights[0])
+    monkeypatch.setattr(utils, "fill_tma_descriptor_tiled", lambda *args: (seen.append(args[0]), encode(*args))[1])
+    monkeypatch.setattr(nvidia().CudaLauncher, "__call__", None)
+    for i in (0, 1, 2, 1, 0):
+        call(x, weights[i])
+    assert seen == [w.data_ptr() for w in weights[1:]] and len(launches) == 7
+
+
+def test_alike_calls_follow_the_group_s_memory(scattering):
+    call, plan = scattering
+    operands = at(0, 32, 64), at(0, 64, 64)
+    for _ in range(2):
+        peers = peers_of(_view(2), 1, 2, 12345, "cuda")
+        plan.peers = lambda _: peers  # noqa: B023
+        for _ in range(3):
+            call(*operands)
+            assert peers.epoch.data_ptr() in launches[-1]
+
+
+def test_encoded_descriptors_of_ever_new_addresses_are_not_all_kept(scattering, monkeypatch):
+    monkeypatch.setattr(launching, "MOST_MAPS", 2)
+    call, plan = scattering
+    x, weights = at(0, 32, 64), [at(0, 64, 64) for _ in range(6)]
+    for weight in weights:
+        call(x, weight)
+    assert [len(made) for _, made in plan.launches[None].repeated._only.maps.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("field", ["global_scratch_size", "profile_scratch_size", "gsan_enabled", "arg_annotations"])
+def test_a_launcher_that_does_more_or_is_another_is_called(scattering, monkeypatch, field):
+    """Nothing promises its fields. Where it brings memory, or they do not fit, every call goes through it."""
+    call, plan = scattering
+    operands, seen = (at(0, 32, 64), at(0, 64, 64)), []
+    call(*operands)
+    (ready,) = plan.launches[None].repeated._ready.values()
+    value = [] if field == "arg_annotations" else 1
+    monkeypatch.setattr(ready.compiled.run, field, value)
+    monkeypatch.setattr(nvidia().CudaLauncher, "__call__", lambda *args: seen.append(args))
+    for _ in range(3):
+        call(*operands)
+    assert len(seen) == 3 and len(launches) == 1
 
 
 def test_meetings_of_ever_new_signatures_are_not_all_kept(triton, monkeypatch):
