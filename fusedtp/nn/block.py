@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from .attention import Attention
 from .config import ModelConfig
 from .dropout import AFTER_ATTENTION, AFTER_MLP, HiddenDropout
+from .hooks import reading
 from .layout import TokenLayout
 from .mlp import MLP
 from .moe import MoE
@@ -72,9 +75,11 @@ class TransformerBlock(nn.Module):
         self.tp_plan = {**prefixed("self_attn", Attention.tp_plan), **prefixed("mlp", self.mlp.tp_plan)}
         self.after_attention = HiddenDropout(rate, layer, AFTER_ATTENTION)
         self.after_mlp = HiddenDropout(rate, layer, AFTER_MLP)
+        self.parallel: Any = None
 
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
-        normed, x = norm_of(x, self.input_layernorm)
-        attended = self.after_attention(self.self_attn(normed, layout), layout)
-        normed, x = add_norm(attended, x, self.post_attention_layernorm)
-        return x + self.after_mlp(self.mlp(normed, layout), layout)
+        with reading(self):
+            normed, x = norm_of(x, self.input_layernorm)
+            attended = self.after_attention(self.self_attn(normed, layout), layout)
+            normed, x = add_norm(attended, x, self.post_attention_layernorm)
+            return x + self.after_mlp(self.mlp(normed, layout), layout)

@@ -10,6 +10,7 @@ of them an attribute `parallel`; where it is not None, the module hands over the
     Experts                   the whole layer           parallel.experts(x, expert_ids, weights, experts, layout)
     MoE.experts               whose tokens are balanced parallel.token_group
     RMSNorm, Router           reading a parameter       parallel.read(parameter) -> plain tensor
+    TransformerBlock, CausalLM  the same of all below   parallel.reading(module) -> context
     CausalLM.lm_head          which ranks hold vocab    parallel.group, parallel.gather_output
                               the loss by pieces        parallel.cross_entropy(x, linear, labels, layout, **options)
 
@@ -21,8 +22,10 @@ and its neighbours balance.py and capacity.py (whose batch is that of all ranks 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
@@ -40,6 +43,9 @@ class Parallel(Protocol):
 
     def read(self, parameter: Tensor) -> Tensor:
         """The plain local tensor of a parameter, with gradients summed over ranks where each sees a part."""
+
+    def reading(self, module: nn.Module) -> AbstractContextManager[None]:
+        """While it lasts, one node of the graph reads what `read` will read in the modules below."""
 
     def linear(self, x: Tensor, linear: nn.Module, layout: TokenLayout | None) -> Tensor:
         """Column-parallel: [T_r, K] -> [T, N_r]. Row-parallel: [T, K_r] -> [T_r, N]."""
@@ -85,3 +91,12 @@ def read(module: nn.Module, name: str) -> Any:
     parameter = getattr(module, name)
     parallel = parallel_of(module)
     return parameter if parameter is None or parallel is None else parallel.read(parameter)
+
+
+def reading(module: nn.Module) -> AbstractContextManager[None]:
+    """Around the part of a forward that calls modules below: `parallel.reading`, in eager code that makes gradients."""
+    parallel = parallel_of(module)
+    if parallel is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return nullcontext()
+    context: AbstractContextManager[None] = parallel.reading(module)
+    return context

@@ -5,6 +5,7 @@
     VocabParallel    ids [T] -> lookup of this rank's ids, reduce-scatter -> [T_r, H]
     ExpertParallel   x [T_r, K] -> dispatch, matmuls of this rank's experts, combine -> [T_r, K]   expert_parallel.py
     Replica          parameters every rank holds whole
+    Reader           such parameters of all modules below, read by one node of the graph
 
 Without sequence parallelism activations between layers are whole on every rank: columns take x through
 `copy_to_group`, rows and the embedding end in an all-reduce. With dim=1, tokens are [B, S_r, H] instead.
@@ -21,12 +22,13 @@ See Note [main_grad] in ops/main_grad.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fusedtp import ops
@@ -36,7 +38,7 @@ from fusedtp.ops.main_grad import SharedMainGrad, accumulating, main_grad_of
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group, gather_tokens, reduce_scatter_tokens
 
-from .placement import local, read
+from .placement import local, opened, read
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,7 @@ class Replica:
 
     def read(self, parameter: Tensor) -> Tensor:
         """The plain tensor, its gradient complete on every rank."""
-        own = accumulated(parameter)
-        return read(own, self.members) if self.partial else own
+        return completed(parameter, self.members) if self.partial else accumulated(parameter)
 
     def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if main_grad_of(weight) is None:
@@ -137,6 +138,21 @@ class Replica:
     ) -> tuple[Tensor, ...]:
         """Each for itself."""
         return tuple(each(x) for each in linears)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Of a block, or a stack of them: see Note [Gradients of replicated parameters] in placement.py.
+
+    below   names of modules in it that hold replicated parameters, of whose gradients each rank has a part
+    """
+
+    members: str
+    below: tuple[str, ...]
+
+    def reading(self, module: nn.Module) -> AbstractContextManager[None]:
+        """While its forward runs, what it reads below it is plain, and the gradients are summed in one call."""
+        return opened(module, self.below, self.members) if self.below else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -248,7 +264,7 @@ class RowParallel(Member):
         weight, bias, operations = linear.weight, linear.bias, operations_of(linear)
         taken = operations is PLAIN and is_operand(weight, x)
         weight = weight if taken else with_main_grad(weight, x.dtype)
-        bias = None if bias is None else read(accumulated(bias), self.group).to(x.dtype)
+        bias = None if bias is None else completed(bias, self.group).to(x.dtype)
         return operations.scatter(
             x, weight, self.group, bias=bias, sizes=sizes, dim=self.dim, engine=self.engine, layer=self.layer
         )
@@ -327,6 +343,11 @@ def accumulated(parameter: Tensor) -> Tensor:
     """This rank's part; its gradient is added to the parameter's main_grad, if it has one."""
     main_grad = main_grad_of(parameter)
     return local(parameter) if main_grad is None else accumulating(local(parameter), local(main_grad))
+
+
+def completed(parameter: Tensor, group: str) -> Tensor:
+    """The same of a replicated parameter, of whose gradient each rank has a part: summed over the group before."""
+    return read(parameter if main_grad_of(parameter) is None else accumulated(parameter), group)
 
 
 def with_main_grad(

@@ -21,9 +21,9 @@ operations (three all-reduces a parameter and step for foreach, one for fused), 
 takes the local tensor and puts `copy_to_group` behind it, whose backward all-reduces: `p.grad` arrives Replicate and
 complete, nothing downstream communicates, and there are no hidden hooks.
 
-A norm has one such parameter, and a model two norms a layer. So in models of others a stack of layers, and each layer
-if its parameters are there only while it runs (FSDP2, a second forward in backward), reads all those below it by one
-node of the graph while its forward runs (`opened`). The node's backward comes after all of theirs and sums their
+A norm has one such parameter, and a model two norms a layer. So a stack of layers, and each layer if its parameters are
+there only while it runs (FSDP2, a second forward in backward), reads all those below it by one node of the graph while
+its forward runs (`opened`). The node's backward comes after all of theirs and sums their
 gradients in one call; large ones go alone, since what stands together is copied.
 """
 
@@ -174,7 +174,7 @@ def _replicas(module: Any, path: str) -> Iterator[tuple[dict[str, Any], str, DTe
         if module is None or isinstance(module, FSDPModule) or is_compiled(module):
             return
     for name, parameter in module._parameters.items():
-        trained = parameter is not None and parameter.requires_grad
+        trained = parameter is not None and parameter.requires_grad and getattr(parameter, "main_grad", None) is None
         if trained and is_replicated(parameter) and parameter.device_mesh.ndim == 1:
             yield module._parameters, name, parameter
 

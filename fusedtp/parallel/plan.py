@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fusedtp.nn import CausalLM, TransformerBlock
 from fusedtp.nn.heads import heads_split, sizes_that_split
 
 from .expert_parallel import ExpertSplit
-from .layers import Member, kind_of
+from .layers import Member, Reader, kind_of
 from .placement import Mesh, Way
 from .styles import (
     FusedColwise,
@@ -199,6 +200,29 @@ def apply_steps(steps: list[Step], mesh: Mesh) -> None:
         step.style._apply(step.module, mesh)
         if isinstance(getattr(step.module, "parallel", None), Member):
             step.module.parallel = replace(step.module.parallel, layer=kind_of(step.name))
+
+
+def read_together(model: nn.Module, steps: list[Step], members: str) -> None:
+    """Tell blocks, and a model of them, what `reading` reads: replicated parameters of which each rank sees a part."""
+    partial = [step.name for step in steps if _has_parts_of_gradients(step)]
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, TransformerBlock)}
+    readers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, CausalLM)} | blocks
+    for outer, module in readers.items():
+        inside = [name for name in partial if any(_is_in(name, at) for at in ([outer] if outer in blocks else blocks))]
+        below = tuple(name.removeprefix(f"{outer}." if outer else "") for name in inside if _is_in(name, outer))
+        if len(below) > 1:
+            module.parallel = Reader(members, below)
+
+
+def _has_parts_of_gradients(step: Step) -> bool:
+    if isinstance(step.style, Replicated):
+        return step.style.partial
+    with_bias = isinstance(step.style, FusedRowwise) and getattr(step.module, "bias", None) is not None
+    return with_bias and step.module.parallel.sequence_parallel
+
+
+def _is_in(name: str, outer: str) -> bool:
+    return outer == "" or name.startswith(f"{outer}.")
 
 
 def has_more_dimensions(mesh: Mesh) -> bool:
