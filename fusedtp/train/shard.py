@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fusedtp.nn import TransformerBlock, recompute_
 from fusedtp.nn.experts import Experts
 from fusedtp.ops.rows import split
-from fusedtp.parallel.foreign import sum_apart
 from fusedtp.parallel.placement import Way
 from fusedtp.train.config import BlockOptions, ParallelOptions
 
@@ -47,8 +46,6 @@ def prepare_(model: nn.Module, options: BlockOptions, two_passes: bool = False) 
     two_passes   of backward, as zero-bubble schedules have them
     """
     blocks = blocks_of(model)
-    if two_passes:
-        sum_apart(model)
     if options.compile:
         # Blocks share their code, so that each graph counts against the limit of one function.
         limit = torch._dynamo.config.recompile_limit

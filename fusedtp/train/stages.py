@@ -58,6 +58,7 @@ from fusedtp.nn import CausalLM, ModelConfig
 from fusedtp.nn.dropout import dropout_state
 from fusedtp.nn.router import Routing
 from fusedtp.ops.rows import split
+from fusedtp.parallel.foreign import sum_apart
 from fusedtp.train.clocks import Clocks
 from fusedtp.train.data import Microbatch
 
@@ -388,6 +389,8 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         last = len(self.parts) - 1
+        if two_passes(self.schedule, self.mesh.size()):
+            sum_apart(self.model)
         self.of = staged(self.model)
         both = {0, last} <= {*self.here}
         self.stages = {i: self.of.stage(self.parts[i], i == 0, i == last, both) for i in self.here}

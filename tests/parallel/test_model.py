@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrize import register_parametrization
 
 import fusedtp
-from fusedtp.nn import CausalLM, Linear, ModelConfig, RopeScaling, document_ids_from_lengths
+from fusedtp.comm import communicator
+from fusedtp.nn import CausalLM, Linear, ModelConfig, RopeScaling, document_ids_from_lengths, recompute_
+from fusedtp.parallel.foreign import sum_apart
 from tests.harness import world
 from tests.parallel.support import (
     assert_close,
@@ -156,3 +160,56 @@ def parametrized(group, name: str) -> str:
 def test_a_weight_that_is_computed_is_refused(name):
     last = name.rpartition(".")[2]
     assert all(last in said for said in world(2).run(parametrized, name))
+
+
+def sums_of_gradients(group, changes: dict, how: str) -> int:
+    """How many calls sum the gradients of what ranks hold alike; all gradients are those of the plain model."""
+    mesh = init_device_mesh("cpu", (1, group.size()), mesh_dim_names=("dp", "tp"))
+    plain = make(**changes)
+    parallel = fusedtp.parallelize(copy.deepcopy(plain), mesh["tp"])
+    for layer in parallel.layers if how == "sharded" else ():
+        fully_shard(layer, mesh=mesh["dp"])
+    if how == "recomputed":
+        for model in (plain, parallel):
+            recompute_(model.layers)
+    if how == "apart":
+        sum_apart(parallel)
+    if how == "main_grad":
+        for layer in parallel.layers:
+            weight = layer.input_layernorm.weight
+            weight.main_grad = torch.zeros_like(weight)
+    ids, labels = batch(2, 6)
+    want, got = (model(ids, labels).loss for model in (plain, parallel))
+    want.backward()
+    calls = communicator(mesh["tp"]).engine_calls
+    calls.clear()
+    got.backward()
+    count = sum(n for (name, _), n in calls.items() if name == "all_reduce_rows")
+    if how == "main_grad":
+        for layer in parallel.layers:
+            weight = layer.input_layernorm.weight
+            assert weight.grad is None
+            weight.grad, weight.main_grad = weight.main_grad, None
+    assert_same_gradients(parallel, plain)
+    return count
+
+
+BIASED = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize(
+    "how, changes, wanted",
+    [
+        ("", {}, 1),  # of two layers, two norms each
+        ("", {"qk_norm": True, **BIASED}, 1),
+        ("", {"num_hidden_layers": 1}, 1),
+        ("recomputed", {}, 1),
+        ("sharded", {}, 2),  # by FSDP2, whose layers have their parameters only while they run
+        ("apart", {}, 4),
+        ("main_grad", {}, 1 + 2),
+    ],
+    ids=str,
+)
+def test_gradients_of_what_ranks_hold_alike_are_summed_in_one_call(how: str, changes: dict, wanted: int):
+    """The last norm's, behind the layers, is summed by itself."""
+    assert world(2).run(sums_of_gradients, changes, how) == [wanted + 1] * 2

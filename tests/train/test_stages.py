@@ -275,6 +275,9 @@ def test_weight_gradients_that_come_later_repeat_no_communication(worlds, recomp
             for layer in [layer for layer in of_whole if "+" in layer or layer == "lm_head"]:
                 n, m = (sum(of.pop(layer).values()) for of in (of_whole, of_later))
                 assert n <= m <= n + n // 2, layer
+    for of_whole, of_later in zip(whole, later, strict=True):  # a stack's gradients of norms in one call, or each
+        stack, each = (sum(of.pop("all_reduce_rows").values()) for of in (of_whole, of_later))
+        assert 4 <= stack < each <= 4 * (3 * 2 + 1), "4 microbatches of 3 layers, or of 2 and what is behind them"
     assert later == whole
     assert all("mlp.down_proj" in rank for rank in whole)
     calls = sum(whole[0]["mlp.down_proj"].values())
