@@ -10,9 +10,10 @@ multiple of 16 or while a hook watches launches (a profiler's), every one under 
 where what is compiled depends on a tensor's size as well.
 
 Note [Below Triton's launcher]: what Triton compiled is started by a launcher in Python, which asks in every call for
-scratch memory and encodes each TMA descriptor anew. Calls that are alike go below it: they hand the driver's function
-all that this launcher would, and a descriptor is encoded once for an address. No version of Triton promises the
-launcher's fields. Where they are missing or do not fit, or where it brings memory, it is called as it is.
+scratch memory and encodes each TMA descriptor anew. Calls without descriptors, and those that are alike, go below it:
+they hand the driver's function all that this launcher would, and a descriptor is encoded once for an address. No
+version of Triton promises the launcher's fields. Where they are missing or do not fit, or where it brings memory, it is
+called as it is.
 
 Everything that imports triton is imported inside a function: `import fusedtp` works without it.
 """
@@ -197,11 +198,11 @@ class Repeated:
                 args = {**self.args, **given} if peers is None else {**self.args, **given, "peers": peers}
                 compiled = self.kernel[(self.programs,)](**args, **self.options)
                 if kinds is not None:
-                    self._keep(kinds, compiled, args, list(given))
+                    self._keep(kinds, compiled, args, given)
                 return
             ready = kept
             if alike:
-                ready = self._only = kept.unwrapped(given)
+                ready = self._only = kept if kept.in_one else kept.unwrapped(given)
         arguments, maps = ready.arguments.copy(), ready.maps
         for place, value in zip(ready.places, given.values()):
             if type(value) is tuple:
@@ -225,7 +226,7 @@ class Repeated:
         args = {**self.args, **given} if peers is None else {**self.args, **given, "peers": peers}
         self.kernel.warmup(**args, **self.options, grid=(self.programs,))._init_handles()
 
-    def _keep(self, kinds: tuple[Any, ...], compiled: Any, args: Mapping[str, Any], given: list[str]) -> None:
+    def _keep(self, kinds: tuple[Any, ...], compiled: Any, args: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         self._compiled = compiled.metadata.target.backend == "cuda"
         if not self._compiled:
             return
@@ -234,7 +235,8 @@ class Repeated:
         places = [list(parameters).index(name) for name in given]
         for place in places:  # of the first call, whose descriptors hold tensors
             arguments[place] = None
-        self._ready.setdefault(kinds, _Ready.of(compiled, places, arguments))
+        ready = _Ready.of(compiled, places, arguments)
+        self._ready.setdefault(kinds, ready if any(map(_is_descriptor, given.values())) else ready.unwrapped(given))
 
 
 class _Ready(NamedTuple):
@@ -261,7 +263,10 @@ class _Ready(NamedTuple):
         return cls(compiled, compiled.run, how, places, arguments)
 
     def unwrapped(self, given: Mapping[str, Any]) -> _Ready:
-        """The same by Note [Below Triton's launcher], for calls that are alike, of which `given` is one."""
+        """The same by Note [Below Triton's launcher], for calls that are alike or have no descriptors.
+
+        given   of one of them
+        """
         run = self.compiled.run
         try:
             metas = list(getattr(self.compiled.metadata, "tensordesc_meta", None) or ())
@@ -275,11 +280,8 @@ class _Ready(NamedTuple):
                 self.compiled.function, run.launch_cooperative_grid, run.launch_pdl, self.compiled.packed_metadata,
                 None, None, None, None, None, run.arg_annotations, run.kernel_signature,
             )  # fmt: skip
-            described = {
-                place: value
-                for place, value in zip(self.places, given.values(), strict=True)
-                if value is not None and not isinstance(value, (Tensor, tuple, int))
-            }
+            taken = zip(self.places, given.values(), strict=True)
+            described = {place: value for place, value in taken if _is_descriptor(value)}
             arguments: list[Any] = []
             moved: dict[int, int] = {}
             maps: dict[int, tuple[Any, dict[int, Any]]] = {}
@@ -307,6 +309,10 @@ class _Ready(NamedTuple):
                 made.clear()
             found = made[address] = encode(descriptor)[0]
         return found
+
+
+def _is_descriptor(value: Any) -> bool:
+    return value is not None and not isinstance(value, (Tensor, tuple, int))
 
 
 def _kinds(given: Iterable[Any]) -> tuple[Any, ...] | None:
