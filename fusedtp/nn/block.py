@@ -75,7 +75,7 @@ class TransformerBlock(nn.Module):
         self.tp_plan = {**prefixed("self_attn", Attention.tp_plan), **prefixed("mlp", self.mlp.tp_plan)}
         self.after_attention = HiddenDropout(rate, layer, AFTER_ATTENTION)
         self.after_mlp = HiddenDropout(rate, layer, AFTER_MLP)
-        self.parallel: Any = None
+        self.reader: Any = None
 
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
         with reading(self):

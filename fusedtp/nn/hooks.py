@@ -10,9 +10,11 @@ of them an attribute `parallel`; where it is not None, the module hands over the
     Experts                   the whole layer           parallel.experts(x, expert_ids, weights, experts, layout)
     MoE.experts               whose tokens are balanced parallel.token_group
     RMSNorm, Router           reading a parameter       parallel.read(parameter) -> plain tensor
-    TransformerBlock, CausalLM  the same of all below   parallel.reading(module) -> context
     CausalLM.lm_head          which ranks hold vocab    parallel.group, parallel.gather_output
                               the loss by pieces        parallel.cross_entropy(x, linear, labels, layout, **options)
+
+and a TransformerBlock an attribute `reader`, by which it, or a model of such blocks, has one node of the graph read
+what ranks hold alike in the modules below: reader.reading(block) and reader.reading_each(blocks) -> contexts.
 
 Besides, these know that ranks exist: TokenLayout (which rows are mine), CausalLM (token_split and token_group, set by
 parallelize), the loss and `generate` (which read sharded logits), init_ (which draws a DTensor's own part), and Router
@@ -43,9 +45,6 @@ class Parallel(Protocol):
 
     def read(self, parameter: Tensor) -> Tensor:
         """The plain local tensor of a parameter, with gradients summed over ranks where each sees a part."""
-
-    def reading(self, module: nn.Module) -> AbstractContextManager[None]:
-        """While it lasts, one node of the graph reads what `read` will read in the modules below."""
 
     def linear(self, x: Tensor, linear: nn.Module, layout: TokenLayout | None) -> Tensor:
         """Column-parallel: [T_r, K] -> [T, N_r]. Row-parallel: [T, K_r] -> [T_r, N]."""
@@ -93,10 +92,19 @@ def read(module: nn.Module, name: str) -> Any:
     return parameter if parameter is None or parallel is None else parallel.read(parameter)
 
 
-def reading(module: nn.Module) -> AbstractContextManager[None]:
-    """Around the part of a forward that calls modules below: `parallel.reading`, in eager code that makes gradients."""
-    parallel = parallel_of(module)
-    if parallel is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+def reading(block: nn.Module) -> AbstractContextManager[None]:
+    """Around what a block's forward calls: its reader's, in eager code that makes gradients."""
+    reader = getattr(block, "reader", None)
+    if reader is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return nullcontext()
-    context: AbstractContextManager[None] = parallel.reading(module)
+    context: AbstractContextManager[None] = reader.reading(block)
+    return context
+
+
+def reading_each(blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """The same around calls of several."""
+    readers: list[Any] = [block.reader for block in blocks if getattr(block, "reader", None) is not None]
+    if not readers or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return nullcontext()
+    context: AbstractContextManager[None] = readers[0].reading_each(blocks)
     return context

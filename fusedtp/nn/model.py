@@ -19,7 +19,7 @@ from .block import TransformerBlock, prefixed
 from .config import ModelConfig
 from .dropout import EMBEDDING, HiddenDropout, dropout_state
 from .embedding import VocabParallelEmbedding
-from .hooks import reading
+from .hooks import reading_each
 from .layout import Collected, TokenLayout
 from .linear import Linear
 from .linear_loss import linear_cross_entropy
@@ -69,7 +69,6 @@ class CausalLM(nn.Module):
         self.lm_head = Linear(hidden, config.vocab_size, device=device, dtype=dtype)
         self.token_split: tuple[int, int] = (0, 1)
         self.token_group: Any = None
-        self.parallel: Any = None
         self.balance_group: Any = None
         self.data_parallel = 1
         self.pretrained: tuple[Any, Any] | None = None
@@ -160,7 +159,8 @@ class CausalLM(nn.Module):
 
     def through(self, layers: Iterable[nn.Module], x: Tensor, layout: TokenLayout) -> Tensor:
         """Some of the layers, one after the other; [T_r, H]."""
-        with reading(self):
+        layers = list(layers)
+        with reading_each(layers):
             for layer in layers:
                 x = layer(x, layout)
         return x

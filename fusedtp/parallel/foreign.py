@@ -52,7 +52,7 @@ from fusedtp.ops.tokens import (
 from .agree import named_leaves
 from .attention_maps import gather_maps
 from .by_token import by_token
-from .layers import ColumnParallel, Reader, RowParallel, VocabParallel, draws_in_part, draws_in_whole, unequal
+from .layers import ColumnParallel, RowParallel, VocabParallel, draws_in_part, draws_in_whole, unequal
 from .placement import Mesh, Placement, is_compiled, is_replicated, local, opened, read
 from .siblings import Siblings, in_autocast, project_all
 from .styles import FusedEmbedding, Style
@@ -459,7 +459,7 @@ def _plain_parameters(module: Any) -> Iterator[None]:
     # where ranks have parts of heads, a module looks at its parameters' gradients itself
     modules = [module, *(each for each in children if not _splits(each))]
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
-    with opened(module, at.below, at.members) if at.below else nullcontext():
+    with opened([(module, name) for name in at.below], at.members) if at.below else nullcontext():
         try:
             for each in modules:
                 for name, parameter in each._parameters.items():
@@ -477,8 +477,10 @@ def sum_apart(model: nn.Module) -> None:
     """For a backward in two passes: torch cannot defer the gradient of parameters that one node of the graph reads."""
     for module in model.modules():
         at = getattr(module, "parallel", None)
-        if isinstance(at, Own | Reader) and at.below:
+        if isinstance(at, Own) and at.below:
             module.parallel = replace(at, below=())  # type: ignore[assignment]
+        if hasattr(module, "reader"):
+            module.reader = None  # type: ignore[assignment]
 
 
 def _splits(module: Any) -> bool:

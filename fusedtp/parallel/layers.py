@@ -5,7 +5,7 @@
     VocabParallel    ids [T] -> lookup of this rank's ids, reduce-scatter -> [T_r, H]
     ExpertParallel   x [T_r, K] -> dispatch, matmuls of this rank's experts, combine -> [T_r, K]   expert_parallel.py
     Replica          parameters every rank holds whole
-    Reader           such parameters of all modules below, read by one node of the graph
+    Reader           such parameters of a block's modules, read by one node of the graph
 
 Without sequence parallelism activations between layers are whole on every rank: columns take x through
 `copy_to_group`, rows and the embedding end in an all-reduce. With dim=1, tokens are [B, S_r, H] instead.
@@ -22,7 +22,7 @@ See Note [main_grad] in ops/main_grad.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from fusedtp.ops.main_grad import SharedMainGrad, accumulating, main_grad_of
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group, gather_tokens, reduce_scatter_tokens
 
-from .placement import local, opened, read
+from .placement import is_closed, local, opened, read
 
 
 @dataclass(frozen=True)
@@ -138,21 +138,6 @@ class Replica:
     ) -> tuple[Tensor, ...]:
         """Each for itself."""
         return tuple(each(x) for each in linears)
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Of a block, or a stack of them: see Note [Gradients of replicated parameters] in placement.py.
-
-    below   names of modules in it that hold replicated parameters, of whose gradients each rank has a part
-    """
-
-    members: str
-    below: tuple[str, ...]
-
-    def reading(self, module: nn.Module) -> AbstractContextManager[None]:
-        """While its forward runs, what it reads below it is plain, and the gradients are summed in one call."""
-        return opened(module, self.below, self.members) if self.below else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -275,6 +260,38 @@ class RowParallel(Member):
         bias = None if bias is None else accumulated(bias).to(x.dtype)
         how: dict[str, Any] = dict(bias=bias, engine=self.engine, layer=self.layer)
         return operations_of(linear).all_reduce(x, weight, self.group, **how)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What stands at a block's `reader`: see Note [Gradients of replicated parameters] in placement.py.
+
+    below   names of modules in the block that hold replicated parameters, of whose gradients each rank has a part
+    """
+
+    members: str
+    below: tuple[str, ...]
+
+    def reading(self, block: nn.Module) -> AbstractContextManager[None]:
+        """While the block's forward runs, these are plain, and their gradients are summed in one call."""
+        return opened([(block, name) for name in self.below], self.members, _reads_plain)
+
+    def reading_each(self, blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """The same of several blocks, but for those that nobody but themselves may open."""
+        free: list[Any] = [block for block in dict.fromkeys(blocks) if not (is_closed(block) or _is_watched(block))]
+        readers = [(block, getattr(block, "reader", None)) for block in free]
+        below = [(block, name) for block, reader in readers if reader is not None for name in reader.below]
+        return opened(below, self.members, _reads_plain)
+
+
+def _reads_plain(module: Any) -> bool:
+    """Whether it reads its parameters by `completed`, and nobody looks; what has been put in its place does not."""
+    return isinstance(getattr(module, "parallel", None), Replica | RowParallel) and not _is_watched(module)
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether hooks of its forward may look at its parameters."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ gradients in one call; large ones go alone, since what stands together is copied
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise, product
@@ -150,9 +150,15 @@ def read(parameter: Tensor, group: Any) -> Tensor:
 
 
 @contextmanager
-def opened(module: nn.Module, paths: Sequence[str], group: str) -> Iterator[None]:
-    """While it lasts, what ranks hold alike in the modules at `paths` below are plain tensors, read by one node."""
-    together = [found for path in paths for found in _replicas(module, path)]
+def opened(
+    places: Iterable[tuple[nn.Module, str]], group: str, takes: Callable[[nn.Module], bool] = lambda module: True
+) -> Iterator[None]:
+    """While it lasts, what ranks hold alike in some modules are plain tensors, read by one node.
+
+    places   outer modules, and names of these modules in them
+    takes    whether a module that stands there now reads plain tensors
+    """
+    together = [found for outer, name in places for found in _replicas(outer, name, takes)]
     owns = locals_of([parameter for _, _, parameter in together], group)
     for (parameters, name, _), own in zip(together, owns, strict=True):
         parameters[name] = own
@@ -163,7 +169,9 @@ def opened(module: nn.Module, paths: Sequence[str], group: str) -> Iterator[None
             parameters[name] = parameter
 
 
-def _replicas(module: Any, path: str) -> Iterator[tuple[dict[str, Any], str, DTensor]]:
+def _replicas(
+    module: Any, path: str, takes: Callable[[nn.Module], bool]
+) -> Iterator[tuple[dict[str, Any], str, DTensor]]:
     """Trained parameters that every rank holds whole, and where they stand; none if somebody has put another there.
 
     None either of a module that is compiled by itself, whose graph reads them, nor of one that FSDP2 holds: it reduces
@@ -171,12 +179,19 @@ def _replicas(module: Any, path: str) -> Iterator[tuple[dict[str, Any], str, DTe
     """
     for name in path.split("."):
         module = module._modules.get(name)
-        if module is None or isinstance(module, FSDPModule) or is_compiled(module):
+        if module is None or is_closed(module):
             return
+    if not takes(module):
+        return
     for name, parameter in module._parameters.items():
         trained = parameter is not None and parameter.requires_grad and getattr(parameter, "main_grad", None) is None
         if trained and is_replicated(parameter) and parameter.device_mesh.ndim == 1:
             yield module._parameters, name, parameter
+
+
+def is_closed(module: nn.Module) -> bool:
+    """Whether only its own forward may open it."""
+    return isinstance(module, FSDPModule) or is_compiled(module)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fusedtp.nn import CausalLM, TransformerBlock
+from fusedtp.nn import TransformerBlock
 from fusedtp.nn.heads import heads_split, sizes_that_split
 
 from .expert_parallel import ExpertSplit
@@ -203,15 +203,13 @@ def apply_steps(steps: list[Step], mesh: Mesh) -> None:
 
 
 def read_together(model: nn.Module, steps: list[Step], members: str) -> None:
-    """Tell blocks, and a model of them, what `reading` reads: replicated parameters of which each rank sees a part."""
+    """Tell blocks what one node may read: replicated parameters, of whose gradients each rank has a part."""
     partial = [step.name for step in steps if _has_parts_of_gradients(step)]
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, TransformerBlock)}
-    readers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, CausalLM)} | blocks
-    for outer, module in readers.items():
-        inside = [name for name in partial if any(_is_in(name, at) for at in ([outer] if outer in blocks else blocks))]
-        below = tuple(name.removeprefix(f"{outer}." if outer else "") for name in inside if _is_in(name, outer))
-        if len(below) > 1:
-            module.parallel = Reader(members, below)
+    for outer, block in model.named_modules():
+        if isinstance(block, TransformerBlock):
+            start = f"{outer}." if outer else ""
+            inside = [name.removeprefix(start) for name in partial if name.startswith(start) and name != outer]
+            block.reader = Reader(members, tuple(inside)) if inside else None
 
 
 def _has_parts_of_gradients(step: Step) -> bool:
@@ -219,10 +217,6 @@ def _has_parts_of_gradients(step: Step) -> bool:
         return step.style.partial
     with_bias = isinstance(step.style, FusedRowwise) and getattr(step.module, "bias", None) is not None
     return with_bias and step.module.parallel.sequence_parallel
-
-
-def _is_in(name: str, outer: str) -> bool:
-    return outer == "" or name.startswith(f"{outer}.")
 
 
 def has_more_dimensions(mesh: Mesh) -> bool:

@@ -7,11 +7,20 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn.utils.parametrize import register_parametrization
 
 import fusedtp
 from fusedtp.comm import communicator
-from fusedtp.nn import CausalLM, Linear, ModelConfig, RopeScaling, document_ids_from_lengths, recompute_
+from fusedtp.nn import (
+    CausalLM,
+    Linear,
+    ModelConfig,
+    RopeScaling,
+    TransformerBlock,
+    document_ids_from_lengths,
+    recompute_,
+)
 from fusedtp.parallel.foreign import sum_apart
 from tests.harness import world
 from tests.parallel.support import (
@@ -213,3 +222,71 @@ BIASED = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": Tru
 def test_gradients_of_what_ranks_hold_alike_are_summed_in_one_call(how: str, changes: dict, wanted: int):
     """The last norm's, behind the layers, is summed by itself."""
     assert world(2).run(sums_of_gradients, changes, how) == [wanted + 1] * 2
+
+
+class Scaled(TransformerBlock):
+    """With a parameter of its own, whole on every rank."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.gamma = torch.nn.Parameter(torch.full((24,), 1.5, dtype=torch.float64))
+
+    def forward(self, x, layout=None):
+        return super().forward(x, layout) * self.gamma
+
+
+class OwnNorm(torch.nn.Module):
+    """Of a user, who knows that the weight is a DTensor."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight.to_local(grad_placements=[Partial()]), 1e-5)
+
+
+def looked_at(module, *_: Any) -> None:
+    """As a hook that logs: of DTensors."""
+    assert sum(parameter.full_tensor().sum() for parameter in module.parameters(recurse=False)) != 1.5
+    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def changed_by_a_user(group, what: str, sequence_parallel: bool) -> None:
+    plain = make(0)
+    if what == "a subclass":
+        scaled = Scaled(plain.config)
+        scaled.load_state_dict(plain.layers[1].state_dict(), strict=False)
+        plain.layers[1] = scaled
+    parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group), sequence_parallel=sequence_parallel)
+    layers = parallel.layers
+    if what == "a norm replaced":
+        layers[0].input_layernorm = OwnNorm(layers[0].input_layernorm.weight)
+    if what == "hooks":
+        for module in (layers[0], layers[1].input_layernorm, layers[1].self_attn.o_proj):
+            module.register_forward_hook(looked_at)
+            module.register_forward_pre_hook(looked_at)
+    ids, labels = batch(2, 5)
+    if what == "some layers":
+        layers[1].input_layernorm.weight.register_hook(lambda gradient: 2 * gradient)  # never called
+        for model in (plain, parallel):
+            layout = model.layout(ids)
+            hidden = model.through(model.layers[:1], model.embed(ids, layout), layout)
+            model.loss_of(model.norm(hidden), labels, layout).backward()
+            assert all(parameter.grad is None for parameter in model.layers[1].parameters())
+            del model.layers[1]
+    else:
+        want, got = losses((plain, parallel), ids, labels)
+        assert_close("loss", got, want)
+    if what == "a norm replaced":
+        weight = layers[0].input_layernorm.weight
+        assert weight.grad.placements == (Partial(),)
+        weight.grad = weight.grad.redistribute(placements=weight.placements)
+    assert_same_gradients(parallel, plain)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("what", ["a subclass", "a norm replaced", "hooks", "some layers"])
+def test_what_a_user_changes_in_a_stack_is_kept(what: str, sequence_parallel: bool):
+    if sequence_parallel or what != "a norm replaced":
+        world(2).run(changed_by_a_user, what, sequence_parallel)

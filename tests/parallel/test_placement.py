@@ -157,7 +157,7 @@ def opened_readers(group: Any) -> list[bool | None]:
     stack[2].forward = torch.compile(stack[2].forward, backend="eager")
     fully_shard(stack[4], mesh=init_device_mesh("cpu", (1, group.size()), mesh_dim_names=("dp", "tp"))["dp"])
     stack[4].unshard()  # as it is between two microbatches, where its parameters are not sharded anew
-    with opened(stack, [f"{i}.norm" for i in range(5)], communicator(group).name):
+    with opened([(stack, f"{i}.norm") for i in range(5)], communicator(group).name):
         for each in stack:
             Reader.forward(each)
     assert all(isinstance(each.norm.weight, nn.Parameter) for each in stack)
