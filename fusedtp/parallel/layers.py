@@ -278,20 +278,18 @@ class Reader:
 
     def reading_each(self, blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """The same of several blocks, but for those that nobody but themselves may open."""
-        free: list[Any] = [block for block in dict.fromkeys(blocks) if not (is_closed(block) or _is_watched(block))]
+        free: list[Any] = [block for block in dict.fromkeys(blocks) if not is_closed(block)]
         readers = [(block, getattr(block, "reader", None)) for block in free]
         below = [(block, name) for block, reader in readers if reader is not None for name in reader.below]
         return opened(below, self.members, _reads_plain)
 
 
 def _reads_plain(module: Any) -> bool:
-    """Whether it reads its parameters by `completed`, and nobody looks; what has been put in its place does not."""
-    return isinstance(getattr(module, "parallel", None), Replica | RowParallel) and not _is_watched(module)
+    """Whether it reads its parameters by `completed`; what has been put in its place does not.
 
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether hooks of its forward may look at its parameters."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    Ranks must agree, so it may not depend on what one of them has beside the model, such as hooks.
+    """
+    return isinstance(getattr(module, "parallel", None), Replica | RowParallel)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import Partial
 from torch.nn.utils.parametrize import register_parametrization
 
 import fusedtp
@@ -247,9 +247,8 @@ class OwnNorm(torch.nn.Module):
 
 
 def looked_at(module, *_: Any) -> None:
-    """As a hook that logs: of DTensors."""
-    assert sum(parameter.full_tensor().sum() for parameter in module.parameters(recurse=False)) != 1.5
-    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+    """As a hook that logs on one rank, of which its peers know nothing."""
+    assert all(parameter.shape and parameter.dtype == torch.float64 for parameter in module.parameters())
 
 
 def changed_by_a_user(group, what: str, sequence_parallel: bool) -> None:
@@ -262,7 +261,7 @@ def changed_by_a_user(group, what: str, sequence_parallel: bool) -> None:
     layers = parallel.layers
     if what == "a norm replaced":
         layers[0].input_layernorm = OwnNorm(layers[0].input_layernorm.weight)
-    if what == "hooks":
+    if what == "hooks" and group.rank() == 1:
         for module in (layers[0], layers[1].input_layernorm, layers[1].self_attn.o_proj):
             module.register_forward_hook(looked_at)
             module.register_forward_pre_hook(looked_at)
