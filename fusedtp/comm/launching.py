@@ -9,11 +9,11 @@ The first launch of a kind goes through Triton, which compiles then. So does eve
 multiple of 16 or while a hook watches launches (a profiler's), every one under the interpreter, and every one on AMD,
 where what is compiled depends on a tensor's size as well.
 
-Note [Below Triton's launcher]: what Triton compiled is started by a launcher in Python, which asks in every call for
-scratch memory and encodes each TMA descriptor anew. Calls without descriptors, and those that are alike, go below it:
-they hand the driver's function all that this launcher would, and a descriptor is encoded once for an address. No
-version of Triton promises the launcher's fields. Where they are missing or do not fit, or where it brings memory, it is
-called as it is.
+Note [Below Triton's launcher]: Triton starts a compiled kernel through a launcher in Python, which allocates scratch
+memory and encodes each TMA descriptor in every call. Launches without descriptors, and launches that are alike, call
+the driver's binding directly, with the arguments that the launcher would pass, and keep encoded descriptors by address.
+Triton does not promise the launcher's attributes. If one is missing, if the number of arguments does not match, or if a
+kernel needs scratch memory, the launcher is called.
 
 Everything that imports triton is imported inside a function: `import fusedtp` works without it.
 """
@@ -33,7 +33,7 @@ from torch import Tensor
 from .copies import Sending
 from .streams import is_capturing
 
-MOST_MAPS = 4096  # encoded descriptors of one operand, whose address changes
+MAX_TENSOR_MAPS = 4096  # encoded descriptors of one operand, one for each address
 MOST_KEPT = 4096  # launches that nobody else keeps: sizes are a part of their key, and some never come again
 _HERE: AbstractContextManager[Any] = nullcontext()
 _LOADING = threading.Lock()  # ranks that are threads: one compiles a kernel, the others find it
@@ -112,8 +112,8 @@ class Launch:
     def start(self, device: torch.device, tensors: dict[str, Tensor | None] | None = None) -> None:
         """Start a kernel that belongs to no call, if there is anything to do.
 
-        tensors   those that were missing, of a launch that is kept by the `layouts` of all that are not new and
-                  contiguous, and by whatever else its caller is told. None: the launch is whole, and nobody keeps it
+        tensors   the missing tensors of a prepared launch, which its caller keeps by the `layouts` of the operands;
+                  outputs are new and contiguous. None: the launch has all arguments
         """
         if not self.programs:
             return
@@ -125,9 +125,9 @@ class Launch:
             made.start(device, given, alike=tensors is not None)
 
     def _looked_up(self, device: torch.device) -> tuple[Repeated, dict[str, Any]]:
-        """What is kept of launches like this one, by all arguments that are no tensors, and those that are.
+        """The kept launch with the same constants, and this one's tensors.
 
-        (Where the tiles of a TMA descriptor differ, so does one of the constants.)
+        Descriptors with different tiles come with different constants.
         """
         same: dict[str, Any] = {}
         given: dict[str, Any] = {}
@@ -182,8 +182,8 @@ class Repeated:
         given   the same names in every call, in one order: tensors, None, tuples of these, integers, and TMA
                 descriptors of the same tiles in every call
         peers   one more; the same object until the group's memory moves
-        alike   all else that Triton chooses by is the same in every call: what is a tensor or None, dtypes, alignment;
-                and so are the shapes and strides of what descriptors describe
+        alike   all else that Triton chooses by is the same in every call: what is a tensor or None, dtypes, alignment,
+                and the shapes and strides that descriptors describe
         """
         if peers is not self._peers:
             self._ready.clear()
@@ -202,8 +202,8 @@ class Repeated:
                 return
             ready = kept
             if alike:
-                ready = self._only = kept if kept.in_one else kept.unwrapped(given)
-        arguments, maps = ready.arguments.copy(), ready.maps
+                ready = self._only = kept if kept.direct else kept.without_launcher(given)
+        arguments, tensor_maps = ready.arguments.copy(), ready.tensor_maps
         for place, value in zip(ready.places, given.values()):
             if type(value) is tuple:
                 of_tuple = []  # a comprehension is a call, before Python 3.12
@@ -212,11 +212,11 @@ class Repeated:
                 value = tuple(of_tuple)
             elif isinstance(value, Tensor):
                 value = value.data_ptr()
-            elif place in maps:
-                value = ready.map_of(place, value)
+            elif place in tensor_maps:
+                value = ready.tensor_map(place, value)
             arguments[place] = value
         stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-        if ready.in_one:
+        if ready.direct:
             ready.launch(self.programs, 1, 1, stream, *ready.how, arguments)
         else:
             ready.launch(self.programs, 1, 1, stream, *ready.how, *arguments)
@@ -236,16 +236,19 @@ class Repeated:
         for place in places:  # of the first call, whose descriptors hold tensors
             arguments[place] = None
         ready = _Ready.of(compiled, places, arguments)
-        self._ready.setdefault(kinds, ready if any(map(_is_descriptor, given.values())) else ready.unwrapped(given))
+        self._ready.setdefault(
+            kinds, ready if any(map(_is_descriptor, given.values())) else ready.without_launcher(given)
+        )
 
 
 class _Ready(NamedTuple):
-    """A compiled kernel, and how it is launched without Triton's binding.
+    """A compiled kernel and how to launch it without Triton's binding of arguments.
 
-    compiled    unloads its module when nobody holds it
-    launch      (programs, 1, 1, stream, *how, arguments): of Triton's launcher one by one, of the driver's own `in_one`
-    places      of a call's arguments among all
-    maps        of each place that takes a TMA descriptor: how it is encoded, and what was encoded, by address
+    compiled     held here because its module is unloaded with it
+    direct       whether `launch` is the driver's binding, which takes all arguments as one list, or Triton's launcher
+    launch       called with (programs, 1, 1, stream, *how), then the arguments
+    places       positions of a call's arguments among all
+    tensor_maps  position of a TMA descriptor -> how to encode it, and what has been encoded, by address
     """
 
     compiled: Any
@@ -253,19 +256,19 @@ class _Ready(NamedTuple):
     how: tuple[Any, ...]
     places: list[int]
     arguments: list[Any]
-    in_one: bool = False
-    maps: Mapping[int, tuple[Any, dict[int, Any]]] = {}
+    direct: bool = False
+    tensor_maps: Mapping[int, tuple[Any, dict[int, Any]]] = {}
 
     @classmethod
     def of(cls, compiled: Any, places: list[int], arguments: list[Any]) -> _Ready:
-        """As Triton launches what it has found: the function, no hooks."""
+        """Launched by Triton's launcher, without hooks."""
         how = compiled.function, compiled.packed_metadata, None, None, None
         return cls(compiled, compiled.run, how, places, arguments)
 
-    def unwrapped(self, given: Mapping[str, Any]) -> _Ready:
-        """The same by Note [Below Triton's launcher], for calls that are alike or have no descriptors.
+    def without_launcher(self, given: Mapping[str, Any]) -> _Ready:
+        """The same, launched directly where that works: Note [Below Triton's launcher].
 
-        given   of one of them
+        given   the arguments of one call; if some are descriptors, all calls are alike
         """
         run = self.compiled.run
         try:
@@ -284,12 +287,12 @@ class _Ready(NamedTuple):
             described = {place: value for place, value in taken if _is_descriptor(value)}
             arguments: list[Any] = []
             moved: dict[int, int] = {}
-            maps: dict[int, tuple[Any, dict[int, Any]]] = {}
+            tensor_maps: dict[int, tuple[Any, dict[int, Any]]] = {}
             for place, value in enumerate(self.arguments):
                 moved[place] = len(arguments)
                 if place in described:
                     encode = partial(make_tensordesc_arg, metadata=metas.pop(0), _=None)
-                    maps[len(arguments)] = encode, {}
+                    tensor_maps[len(arguments)] = encode, {}
                     arguments += [None, *encode(described[place])[1:]]
                 else:
                     arguments.append(value)
@@ -297,15 +300,16 @@ class _Ready(NamedTuple):
                 return self
         except (ImportError, AttributeError, IndexError, TypeError):
             return self
-        return _Ready(self.compiled, launch, how, [moved[place] for place in self.places], arguments, True, maps)
+        places = [moved[place] for place in self.places]
+        return _Ready(self.compiled, launch, how, places, arguments, True, tensor_maps)
 
-    def map_of(self, place: int, descriptor: Any) -> Any:
-        """The encoded descriptor."""
-        encode, made = self.maps[place]
+    def tensor_map(self, place: int, descriptor: Any) -> Any:
+        """The descriptor, encoded."""
+        encode, made = self.tensor_maps[place]
         address = descriptor.base.data_ptr()
         found = made.get(address)
         if found is None:
-            if len(made) >= MOST_MAPS:
+            if len(made) >= MAX_TENSOR_MAPS:
                 made.clear()
             found = made[address] = encode(descriptor)[0]
         return found

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .attention import Attention
 from .config import ModelConfig
 from .dropout import AFTER_ATTENTION, AFTER_MLP, HiddenDropout
-from .hooks import reading
+from .hooks import opened
 from .layout import TokenLayout
 from .mlp import MLP
 from .moe import MoE
@@ -75,10 +75,10 @@ class TransformerBlock(nn.Module):
         self.tp_plan = {**prefixed("self_attn", Attention.tp_plan), **prefixed("mlp", self.mlp.tp_plan)}
         self.after_attention = HiddenDropout(rate, layer, AFTER_ATTENTION)
         self.after_mlp = HiddenDropout(rate, layer, AFTER_MLP)
-        self.reader: Any = None
+        self.replicas: Any = None
 
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
-        with reading(self):
+        with opened(self):
             normed, x = norm_of(x, self.input_layernorm)
             attended = self.after_attention(self.self_attn(normed, layout), layout)
             normed, x = add_norm(attended, x, self.post_attention_layernorm)

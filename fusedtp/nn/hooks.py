@@ -13,8 +13,8 @@ of them an attribute `parallel`; where it is not None, the module hands over the
     CausalLM.lm_head          which ranks hold vocab    parallel.group, parallel.gather_output
                               the loss by pieces        parallel.cross_entropy(x, linear, labels, layout, **options)
 
-and a TransformerBlock an attribute `reader`, by which it, or a model of such blocks, has one node of the graph read
-what ranks hold alike in the modules below: reader.reading(block) and reader.reading_each(blocks) -> contexts.
+A TransformerBlock also gets an attribute `replicas`. With it, the block or a model of such blocks reads the parameters
+that all ranks hold in one autograd node: replicas.opened(block) and replicas.all_opened(blocks) -> context managers.
 
 Besides, these know that ranks exist: TokenLayout (which rows are mine), CausalLM (token_split and token_group, set by
 parallelize), the loss and `generate` (which read sharded logits), init_ (which draws a DTensor's own part), and Router
@@ -92,19 +92,22 @@ def read(module: nn.Module, name: str) -> Any:
     return parameter if parameter is None or parallel is None else parallel.read(parameter)
 
 
-def reading(block: nn.Module) -> AbstractContextManager[None]:
-    """Around what a block's forward calls: its reader's, in eager code that makes gradients."""
-    reader = getattr(block, "reader", None)
-    if reader is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return nullcontext()
-    context: AbstractContextManager[None] = reader.reading(block)
+def opened(block: nn.Module) -> AbstractContextManager[None]:
+    """For the forward of a block: `replicas.opened`, in eager code that records gradients."""
+    replicas = _replicas([block])
+    context: AbstractContextManager[None] = nullcontext() if replicas is None else replicas.opened(block)
     return context
 
 
-def reading_each(blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
-    """The same around calls of several."""
-    readers: list[Any] = [block.reader for block in blocks if getattr(block, "reader", None) is not None]
-    if not readers or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return nullcontext()
-    context: AbstractContextManager[None] = readers[0].reading_each(blocks)
+def all_opened(blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """For calls of several blocks: `replicas.all_opened`, likewise."""
+    replicas = _replicas(blocks)
+    context: AbstractContextManager[None] = nullcontext() if replicas is None else replicas.all_opened(blocks)
     return context
+
+
+def _replicas(blocks: Sequence[nn.Module]) -> Any:
+    """The first block's that has some, where they are to be used."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    return next((found for block in blocks if (found := getattr(block, "replicas", None)) is not None), None)

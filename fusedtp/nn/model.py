@@ -19,7 +19,7 @@ from .block import TransformerBlock, prefixed
 from .config import ModelConfig
 from .dropout import EMBEDDING, HiddenDropout, dropout_state
 from .embedding import VocabParallelEmbedding
-from .hooks import reading_each
+from .hooks import all_opened
 from .layout import Collected, TokenLayout
 from .linear import Linear
 from .linear_loss import linear_cross_entropy
@@ -160,7 +160,7 @@ class CausalLM(nn.Module):
     def through(self, layers: Iterable[nn.Module], x: Tensor, layout: TokenLayout) -> Tensor:
         """Some of the layers, one after the other; [T_r, H]."""
         layers = list(layers)
-        with reading_each(layers):
+        with all_opened(layers):
             for layer in layers:
                 x = layer(x, layout)
         return x

@@ -475,7 +475,7 @@ def wanted(ctx: Any) -> Sequence[bool]:
             try:
                 found[i] = torch._C._will_engine_execute_node(nodes.pop(0))
             except (RuntimeError, AttributeError):
-                pass  # a leaf that torch.autograd.grad captures; a torch that cannot be asked
+                found[i] = True  # torch cannot tell, as for a leaf that torch.autograd.grad captures
     return found
 
 
@@ -497,7 +497,7 @@ class Lying(NamedTuple):
         if own.stride() != self.strides:
             strided = torch.empty_strided(own.shape, self.strides, dtype=own.dtype, device=own.device)
             own = strided.copy_(own)
-        return DTensor.__new__(DTensor, own, self.spec, requires_grad=False)  # its __init__ does nothing, slowly
+        return DTensor.__new__(DTensor, own, self.spec, requires_grad=False)  # skips __init__, which does nothing
 
 
 def parts(operands: Iterable[Any]) -> tuple[list[Any], dict[int, Lying]]:

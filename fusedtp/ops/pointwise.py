@@ -31,13 +31,13 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [..., H] -> [T, H], each row contiguous; a view where the strides allow one, and x where it is that already."""
+    """x [..., H] -> [T, H] with contiguous rows: x itself, a view, or a copy if the strides allow none."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
 def _shaped(rows: Tensor, x: Tensor) -> Tensor:
-    """[T, H] -> as x [..., H] is."""
+    """rows [T, H] -> [..., H], the shape of x."""
     return rows if x.dim() == 2 else rows.view(x.shape)
 
 

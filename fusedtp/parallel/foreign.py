@@ -479,8 +479,8 @@ def sum_apart(model: nn.Module) -> None:
         at = getattr(module, "parallel", None)
         if isinstance(at, Own) and at.below:
             module.parallel = replace(at, below=())  # type: ignore[assignment]
-        if hasattr(module, "reader"):
-            module.reader = None  # type: ignore[assignment]
+        if hasattr(module, "replicas"):
+            module.replicas = None  # type: ignore[assignment]
 
 
 def _splits(module: Any) -> bool:

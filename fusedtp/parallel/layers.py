@@ -5,7 +5,7 @@
     VocabParallel    ids [T] -> lookup of this rank's ids, reduce-scatter -> [T_r, H]
     ExpertParallel   x [T_r, K] -> dispatch, matmuls of this rank's experts, combine -> [T_r, K]   expert_parallel.py
     Replica          parameters every rank holds whole
-    Reader           such parameters of a block's modules, read by one node of the graph
+    Replicas         those of a block's modules, read by one autograd node
 
 Without sequence parallelism activations between layers are whole on every rank: columns take x through
 `copy_to_group`, rows and the embedding end in an all-reduce. With dim=1, tokens are [B, S_r, H] instead.
@@ -38,7 +38,7 @@ from fusedtp.ops.main_grad import SharedMainGrad, accumulating, main_grad_of
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group, gather_tokens, reduce_scatter_tokens
 
-from .placement import is_closed, local, opened, read
+from .placement import local, opened, read, reads_itself
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Replica:
 
     def read(self, parameter: Tensor) -> Tensor:
         """The plain tensor, its gradient complete on every rank."""
-        return completed(parameter, self.members) if self.partial else accumulated(parameter)
+        return with_reduced_grad(parameter, self.members) if self.partial else accumulated(parameter)
 
     def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if main_grad_of(weight) is None:
@@ -249,7 +249,7 @@ class RowParallel(Member):
         weight, bias, operations = linear.weight, linear.bias, operations_of(linear)
         taken = operations is PLAIN and is_operand(weight, x)
         weight = weight if taken else with_main_grad(weight, x.dtype)
-        bias = None if bias is None else completed(bias, self.group).to(x.dtype)
+        bias = None if bias is None else with_reduced_grad(bias, self.group).to(x.dtype)
         return operations.scatter(
             x, weight, self.group, bias=bias, sizes=sizes, dim=self.dim, engine=self.engine, layer=self.layer
         )
@@ -263,31 +263,31 @@ class RowParallel(Member):
 
 
 @dataclass(frozen=True)
-class Reader:
-    """What stands at a block's `reader`: see Note [Gradients of replicated parameters] in placement.py.
+class Replicas:
+    """A block's `replicas`: see Note [Gradients of replicated parameters] in placement.py.
 
-    below   names of modules in the block that hold replicated parameters, of whose gradients each rank has a part
+    below   names of the block's modules with replicated parameters whose gradients are partial on each rank
     """
 
     members: str
     below: tuple[str, ...]
 
-    def reading(self, block: nn.Module) -> AbstractContextManager[None]:
-        """While the block's forward runs, these are plain, and their gradients are summed in one call."""
-        return opened([(block, name) for name in self.below], self.members, _reads_plain)
+    def opened(self, block: nn.Module) -> AbstractContextManager[None]:
+        """Inside it these parameters are plain tensors, and their gradients are summed in one call."""
+        return opened([(block, name) for name in self.below], self.members, _takes_plain)
 
-    def reading_each(self, blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """The same of several blocks, but for those that nobody but themselves may open."""
-        free: list[Any] = [block for block in dict.fromkeys(blocks) if not is_closed(block)]
-        readers = [(block, getattr(block, "reader", None)) for block in free]
-        below = [(block, name) for block, reader in readers if reader is not None for name in reader.below]
-        return opened(below, self.members, _reads_plain)
+    def all_opened(self, blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """The same for several blocks, except those that must read their own parameters."""
+        free: list[Any] = [block for block in dict.fromkeys(blocks) if not reads_itself(block)]
+        found = [(block, getattr(block, "replicas", None)) for block in free]
+        below = [(block, name) for block, replicas in found if replicas is not None for name in replicas.below]
+        return opened(below, self.members, _takes_plain)
 
 
-def _reads_plain(module: Any) -> bool:
-    """Whether it reads its parameters by `completed`; what has been put in its place does not.
+def _takes_plain(module: Any) -> bool:
+    """Whether the module reads its parameters by `with_reduced_grad`; one that a user has put there does not.
 
-    Ranks must agree, so it may not depend on what one of them has beside the model, such as hooks.
+    All ranks must agree. So this must not depend on hooks, which may be on one rank only.
     """
     return isinstance(getattr(module, "parallel", None), Replica | RowParallel)
 
@@ -360,8 +360,8 @@ def accumulated(parameter: Tensor) -> Tensor:
     return local(parameter) if main_grad is None else accumulating(local(parameter), local(main_grad))
 
 
-def completed(parameter: Tensor, group: str) -> Tensor:
-    """The same of a replicated parameter, of whose gradient each rank has a part: summed over the group before."""
+def with_reduced_grad(parameter: Tensor, group: str) -> Tensor:
+    """The same for a replicated parameter with partial gradients: they are all-reduced over the group first."""
     return read(parameter if main_grad_of(parameter) is None else accumulated(parameter), group)
 
 

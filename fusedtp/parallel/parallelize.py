@@ -16,7 +16,7 @@ from .expert_parallel import ExpertSplit
 from .foreign_plan import adopt, check_plan
 from .infer import infer_or_refuse
 from .placement import Mesh
-from .plan import apply_steps, has_more_dimensions, make_steps, plan_of, read_together
+from .plan import add_replicas, apply_steps, has_more_dimensions, make_steps, plan_of
 from .proof import prove as prove_plan
 from .proof import proved_plan
 from .twin import NoTwin
@@ -97,7 +97,7 @@ def parallelize(
         sequence_parallel=sequence_parallel,
     )
     apply_steps(steps, mesh)
-    read_together(model, steps, comm.name)
+    add_replicas(model, steps, comm.name)
     if sequence_parallel:
         for module in model.modules():
             if hasattr(module, "token_split"):

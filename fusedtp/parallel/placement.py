@@ -21,10 +21,10 @@ operations (three all-reduces a parameter and step for foreach, one for fused), 
 takes the local tensor and puts `copy_to_group` behind it, whose backward all-reduces: `p.grad` arrives Replicate and
 complete, nothing downstream communicates, and there are no hidden hooks.
 
-A norm has one such parameter, and a model two norms a layer. So a stack of layers, and each layer if its parameters are
-there only while it runs (FSDP2, a second forward in backward), reads all those below it by one node of the graph while
-its forward runs (`opened`). The node's backward comes after all of theirs and sums their
-gradients in one call; large ones go alone, since what stands together is copied.
+A norm has one such parameter, and a model has two norms a layer. So a stack of layers reads all of them by one autograd
+node while its forward runs (`opened`). The node's backward runs after all of theirs and sums their gradients in one
+call. Large gradients are summed alone, because those that are summed together are copied. A layer does this by itself
+if its parameters exist only while it runs (FSDP2, a second forward in backward).
 """
 
 from __future__ import annotations
@@ -153,10 +153,10 @@ def read(parameter: Tensor, group: Any) -> Tensor:
 def opened(
     places: Iterable[tuple[nn.Module, str]], group: str, takes: Callable[[nn.Module], bool] = lambda module: True
 ) -> Iterator[None]:
-    """While it lasts, what ranks hold alike in some modules are plain tensors, read by one node.
+    """Inside it, replicated parameters of some modules are plain tensors, read by one node.
 
-    places   outer modules, and names of these modules in them
-    takes    whether a module that stands there now reads plain tensors
+    places   (outer module, name of such a module in it)
+    takes    whether the module that has this name now can read plain tensors
     """
     together = [found for outer, name in places for found in _replicas(outer, name, takes)]
     owns = locals_of([parameter for _, _, parameter in together], group)
@@ -179,7 +179,7 @@ def _replicas(
     """
     for name in path.split("."):
         module = module._modules.get(name)
-        if module is None or is_closed(module):
+        if module is None or reads_itself(module):
             return
     if not takes(module):
         return
@@ -189,8 +189,8 @@ def _replicas(
             yield module._parameters, name, parameter
 
 
-def is_closed(module: nn.Module) -> bool:
-    """Whether only its own forward may open it."""
+def reads_itself(module: nn.Module) -> bool:
+    """Whether the module must read its own parameters: FSDP2 holds them, or its compiled graph reads them."""
     return isinstance(module, FSDPModule) or is_compiled(module)
 
 

@@ -20,7 +20,7 @@ from fusedtp.nn import TransformerBlock
 from fusedtp.nn.heads import heads_split, sizes_that_split
 
 from .expert_parallel import ExpertSplit
-from .layers import Member, Reader, kind_of
+from .layers import Member, Replicas, kind_of
 from .placement import Mesh, Way
 from .styles import (
     FusedColwise,
@@ -202,17 +202,17 @@ def apply_steps(steps: list[Step], mesh: Mesh) -> None:
             step.module.parallel = replace(step.module.parallel, layer=kind_of(step.name))
 
 
-def read_together(model: nn.Module, steps: list[Step], members: str) -> None:
-    """Tell blocks what one node may read: replicated parameters, of whose gradients each rank has a part."""
-    partial = [step.name for step in steps if _has_parts_of_gradients(step)]
+def add_replicas(model: nn.Module, steps: list[Step], members: str) -> None:
+    """Give each block its Replicas: replicated parameters with partial gradients."""
+    partial = [step.name for step in steps if _has_partial_grads(step)]
     for outer, block in model.named_modules():
         if isinstance(block, TransformerBlock):
             start = f"{outer}." if outer else ""
             inside = [name.removeprefix(start) for name in partial if name.startswith(start) and name != outer]
-            block.reader = Reader(members, tuple(inside)) if inside else None
+            block.replicas = Replicas(members, tuple(inside)) if inside else None
 
 
-def _has_parts_of_gradients(step: Step) -> bool:
+def _has_partial_grads(step: Step) -> bool:
     if isinstance(step.style, Replicated):
         return step.style.partial
     with_bias = isinstance(step.style, FusedRowwise) and getattr(step.module, "bias", None) is not None

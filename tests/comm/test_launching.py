@@ -498,12 +498,12 @@ def test_alike_calls_follow_the_group_s_memory(scattering):
 
 
 def test_encoded_descriptors_of_ever_new_addresses_are_not_all_kept(scattering, monkeypatch):
-    monkeypatch.setattr(launching, "MOST_MAPS", 2)
+    monkeypatch.setattr(launching, "MAX_TENSOR_MAPS", 2)
     call, plan = scattering
     x, weights = at(0, 32, 64), [at(0, 64, 64) for _ in range(6)]
     for weight in weights:
         call(x, weight)
-    assert [len(made) for _, made in plan.launches[None].repeated._only.maps.values()] == [1, 1]
+    assert [len(made) for _, made in plan.launches[None].repeated._only.tensor_maps.values()] == [1, 1]
 
 
 @pytest.mark.parametrize("field", ["global_scratch_size", "profile_scratch_size", "gsan_enabled", "arg_annotations"])

@@ -1,14 +1,14 @@
 """Launchers of the elementwise kernels. Every tensor's last dim is contiguous; sizes may be zero.
 
-A layer launches the same in every step. So the launch without its tensors, which `prepare_` functions make, is kept by
-how these lie; a `plan_` function finds it for its operands, or makes it for a `machine` that is not here.
+A layer repeats its launches in every step. `prepare_*` makes a launch without its tensors from their layouts, and the
+launch is kept by these. `plan_*` adds the tensors. For checks, it takes a `machine` that is not here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,27 +26,30 @@ ELEMENTS = 2048  # of a program that is free to choose
 Layouts = tuple[Any, ...]  # shape, strides, alignment and dtype of each tensor, or None; see `layouts`
 
 
-class Planned(NamedTuple):
-    """A launch that lacks its tensors, these by name, and those of them that it fills."""
+Outs = TypeVar("Outs")
+
+
+class Planned(NamedTuple, Generic[Outs]):
+    """A prepared launch, its tensors by name, and its outputs among them."""
 
     launch: Launch
     tensors: dict[str, Tensor | None]
-    outs: Any
+    outs: Outs
 
-    def start(self, device: torch.device) -> Any:
-        """Run it. Returns `outs`."""
+    def start(self, device: torch.device) -> Outs:
+        """Run the launch and return its outputs."""
         self.launch.start(device, self.tensors)
         return self.outs
 
-    def whole(self) -> tuple[Launch, Any]:
-        """The launch with its tensors, not yet run, and `outs`."""
+    def whole(self) -> tuple[Launch, Outs]:
+        """The launch with all arguments, not yet run, and its outputs."""
         return self.launch.given(self.tensors), self.outs
 
 
-def _found(
+def _prepared(
     prepare: Callable[..., Launch], machine: Machine | None, device: torch.device, laid: Layouts, *how: Any
 ) -> Launch:
-    """The launch of tensors that lie so on `device`, or on a machine that is not here."""
+    """The kept launch for tensors with these layouts on `device`, or a new one for `machine`."""
     return _kept(prepare, device, laid, *how) if machine is None else prepare(machine, laid, *how)
 
 
@@ -60,15 +63,14 @@ def _kept(prepare: Callable[..., Launch], device: torch.device, laid: Layouts, *
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H] (+ residual) -> y [T, H], h = x + residual (x itself without one), 1 / rms fp32 [T]."""
-    outs: tuple[Tensor, Tensor, Tensor] = plan_rms_norm(x, residual, weight, eps).start(x.device)
-    return outs
+    return plan_rms_norm(x, residual, weight, eps).start(x.device)
 
 
 def plan_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, machine: Machine | None = None
-) -> Planned:
+) -> Planned[tuple[Tensor, Tensor, Tensor]]:
     """rms_norm, not yet run."""
-    launch = _found(prepare_rms_norm, machine, x.device, layouts(x, residual, weight), eps)
+    launch = _prepared(prepare_rms_norm, machine, x.device, layouts(x, residual, weight), eps)
     y, inverse_rms = x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
     total = None if residual is None else x.new_empty(x.shape)
     tensors = dict(x=x, residual=residual, weight=weight, y=y, total=total, inverse_rms=inverse_rms)
@@ -76,7 +78,7 @@ def plan_rms_norm(
 
 
 def prepare_rms_norm(machine: Machine, laid: Layouts, eps: float) -> Launch:
-    """For x, residual and weight that lie so."""
+    """For the layouts of x, residual and weight."""
     from fusedtp.kernels.rms_norm import rms_norm_kernel
     from fusedtp.kernels.rms_norm_wide import rms_norm_wide_kernel
 
@@ -106,10 +108,10 @@ def plan_rms_norm_backward(
     weight: Tensor,
     inverse_rms: Tensor,
     machine: Machine | None = None,
-) -> Planned:
+) -> Planned[tuple[Tensor, Tensor]]:
     """rms_norm_backward, not yet run; it fills dx, and each program's part of dweight [programs, H]."""
     laid = layouts(dy, dtotal, h, weight, inverse_rms)
-    launch = _found(prepare_rms_norm_backward, machine, h.device, laid)
+    launch = _prepared(prepare_rms_norm_backward, machine, h.device, laid)
     programs = max(1, launch.programs // launch.args.get("COLUMNS", 1))
     dx, parts = h.new_empty(h.shape), h.new_empty(programs, h.shape[1], dtype=torch.float32)
     tensors = dict(dy=dy, dtotal=dtotal, h=h, weight=weight, inverse_rms=inverse_rms, dx=dx, dweight=parts)
@@ -117,7 +119,7 @@ def plan_rms_norm_backward(
 
 
 def prepare_rms_norm_backward(machine: Machine, laid: Layouts) -> Launch:
-    """For dy, dtotal, h, weight and inverse_rms that lie so."""
+    """For the layouts of dy, dtotal, h, weight and inverse_rms."""
     from fusedtp.kernels.rms_norm import rms_norm_backward_kernel
     from fusedtp.kernels.rms_norm_wide import rms_norm_wide_backward_kernel
 
@@ -142,7 +144,7 @@ def prepare_rms_norm_backward(machine: Machine, laid: Layouts) -> Launch:
 
 
 def _step(laid: Any) -> int:
-    """From one row to the next; 0 where there is no tensor."""
+    """The stride from row to row; 0 without a tensor."""
     step: int = 0 if laid is None else laid[1][0]
     return step
 
@@ -152,19 +154,18 @@ def _step(laid: Any) -> int:
 
 def swiglu(gate: Tensor, up: Tensor, act: str) -> Tensor:
     """act(gate) * up; both contiguous, of one shape. act: "silu", "gelu" or "gelu_pytorch_tanh"."""
-    y: Tensor = plan_swiglu(gate, up, act).start(gate.device)
-    return y
+    return plan_swiglu(gate, up, act).start(gate.device)
 
 
-def plan_swiglu(gate: Tensor, up: Tensor, act: str, machine: Machine | None = None) -> Planned:
+def plan_swiglu(gate: Tensor, up: Tensor, act: str, machine: Machine | None = None) -> Planned[Tensor]:
     """swiglu, not yet run."""
-    launch = _found(prepare_swiglu, machine, gate.device, layouts(gate, up), act)
+    launch = _prepared(prepare_swiglu, machine, gate.device, layouts(gate, up), act)
     y = torch.empty_like(gate)
     return Planned(launch, dict(gate=gate, up=up, y=y), y)
 
 
 def prepare_swiglu(machine: Machine, laid: Layouts, act: str) -> Launch:
-    """For gate and up that lie so."""
+    """For the layouts of gate and up."""
     from fusedtp.kernels.swiglu import swiglu_kernel
 
     return _elementwise(swiglu_kernel, laid[0][0].numel(), act)
@@ -172,19 +173,20 @@ def prepare_swiglu(machine: Machine, laid: Layouts, act: str) -> Launch:
 
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
     """-> the gradients of gate and up. All contiguous."""
-    grads: tuple[Tensor, Tensor] = plan_swiglu_backward(dy, gate, up, act).start(gate.device)
-    return grads
+    return plan_swiglu_backward(dy, gate, up, act).start(gate.device)
 
 
-def plan_swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str, machine: Machine | None = None) -> Planned:
+def plan_swiglu_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, act: str, machine: Machine | None = None
+) -> Planned[tuple[Tensor, Tensor]]:
     """swiglu_backward, not yet run."""
-    launch = _found(prepare_swiglu_backward, machine, gate.device, layouts(dy, gate, up), act)
+    launch = _prepared(prepare_swiglu_backward, machine, gate.device, layouts(dy, gate, up), act)
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     return Planned(launch, dict(dy=dy, gate=gate, up=up, dgate=dgate, dup=dup), (dgate, dup))
 
 
 def prepare_swiglu_backward(machine: Machine, laid: Layouts, act: str) -> Launch:
-    """For dy, gate and up that lie so."""
+    """For the layouts of dy, gate and up."""
     from fusedtp.kernels.swiglu import swiglu_backward_kernel
 
     return _elementwise(swiglu_backward_kernel, laid[0][0].numel(), act)
@@ -199,19 +201,20 @@ def _elementwise(kernel: Any, count: int, act: str) -> Launch:
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int) -> tuple[Tensor, Tensor]:
     """q [B, S, Hq, D], k [B, S, Hk, D], tables fp32 [B or 1, S, 1, D/2] -> both rotated, contiguous."""
-    outs: tuple[Tensor, Tensor] = plan_rotate(q, k, cos, sin, sign).start(q.device)
-    return outs
+    return plan_rotate(q, k, cos, sin, sign).start(q.device)
 
 
-def plan_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int, machine: Machine | None = None) -> Planned:
+def plan_rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int, machine: Machine | None = None
+) -> Planned[tuple[Tensor, Tensor]]:
     """rotate, not yet run."""
-    launch = _found(prepare_rotate, machine, q.device, layouts(q, k, cos, sin), sign)
+    launch = _prepared(prepare_rotate, machine, q.device, layouts(q, k, cos, sin), sign)
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     return Planned(launch, dict(q=q, q_out=q_out, k=k, k_out=k_out, cos=cos, sin=sin), (q_out, k_out))
 
 
 def prepare_rotate(machine: Machine, laid: Layouts, sign: int) -> Launch:
-    """For q, k, cos and sin that lie so."""
+    """For the layouts of q, k, cos and sin."""
     from fusedtp.kernels.rope import rope_kernel
 
     q, k, cos, _ = laid
