@@ -34,10 +34,10 @@ stores. TMA would need a proxy fence after the acquire, and on older compilers T
 the flag is released. So there are no descriptors and no fence here.
 
 Note [Strangers]: a rank that takes this call for another may never publish what is waited for here, nor may a third one
-that has failed because of it. So a wait that takes long looks at all arrivals; one that does not, costs no second
-poll. If a stranger does publish, what was read is garbage, and the program that waits for all arrivals finds out. A
-rank whose first program begins arrives, even if it fails in this very launch: else others would wait until their time
-is over.
+that has failed because of it. So a wait that takes long looks at all arrivals, at the clock and for failures. That is
+four atomics in a row, during which it cannot see its flag; a short wait only polls. If a stranger does publish, what
+was read is garbage, and the program that waits for all arrivals finds out. A rank whose first program begins arrives,
+even if it fails in this very launch: else others would wait until their time is over.
 
 Note [Tickets]: of work that any program of a rank can do, whoever is free takes the next piece, however many of them
 run. A piece that waits for peers is handed out only after all pieces of its own rank that have to be done before that
@@ -78,7 +78,8 @@ CLOCK_WORD = tl.constexpr(7)
 # words behind the epoch; of DONE one for each (part, rank)
 PUSH, TILE, LEFT, DONE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 ARRIVAL = tl.constexpr(-1)  # in place of a chunk, in what is recorded
-# polls between two looks at the clock and at the other programs' failures
+# polls of a wait before it first looks at the clock, at arrivals and at failures; and between two such looks
+QUICK = tl.constexpr(2 if INTERPRETED.value else 8)
 PATIENCE = tl.constexpr(4 if INTERPRETED.value else 1024)
 
 
@@ -297,13 +298,13 @@ def _spin(peers, words, src, chunk, ALL: tl.constexpr):
     gave_up = tl.full((), 0, tl.int32)
     while (late < peers.world_size) & (gave_up == 0):
         _pause()
-        if polls % PATIENCE == 0:
+        if polls % PATIENCE == QUICK:  # Note [Strangers]
             rank, exists = all_ranks(peers)
             arrivals = _arrival_of(peers, rank)
             arrivals = tl.atomic_add(arrivals, 0, mask=exists, sem="relaxed", scope="sys")
-            _compare(peers, arrivals)  # Note [Strangers]
+            _compare(peers, arrivals)
             now = _clock(peers)
-            if polls == 0:
+            if polls == QUICK:
                 start = now
             if now - start > peers.timeout_ns:
                 record(peers, TIMED_OUT, late, chunk, epoch, _of(seen, src, late, ALL).to(tl.int32))

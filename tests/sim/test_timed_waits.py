@@ -102,6 +102,14 @@ def test_waits_end_when_the_flag_is_seen() -> None:
     assert waits == pytest.approx(3 * [latency], rel=0.01)
 
 
+@pytest.mark.parametrize("links", [1.5, 2.0])
+def test_a_short_wait_of_the_library_only_polls(links: float) -> None:
+    """A gather passes the link twice, with its rows and its flag; its wait looks at nothing else than the flags."""
+    look, problem = 1e-6, Problem(GATHER, 16, (64,), 64, 2)
+    near, far = (time(problem, SMALL.but(memory_latency=look, link_latency=n * look)).total for n in (1.0, links))
+    assert far - near <= 2 * (links - 1) * look + 0.1 * look
+
+
 @pytest.mark.parametrize("operation", [GATHER, SCATTER, REDUCE])
 def test_the_critical_path_is_the_whole_time(operation: str) -> None:
     got = time(Problem(operation, 512, (256,), 512, 4))
