@@ -47,6 +47,7 @@ from fusedtp.ops.matmul_all_reduce import (
     is_one_shot,
     multimem_config,
     multimem_slot_bytes,
+    one_shot_config,
     plan_few_rows,
     plan_multimem,
     plan_one_shot,
@@ -138,12 +139,10 @@ class Problem:
             return few_rows_config(machine, self.dtype, self.tokens, n, flags)
         if self.transport == SWITCH:
             return multimem_config(machine, self.dtype, self.tokens, n, FLAGS_PER_SOURCE // 2)
-        flags, owners = FLAGS_PER_SOURCE, self.world_size
-        if self.operation == REDUCE and not is_one_shot(self.tokens, n, self.dtype):
-            flags = FLAGS_PER_SOURCE // 2
-        elif self.operation == REDUCE:
-            owned, owners = self.tokens, 1
-        return reduction(machine, self.dtype, owned, n, flags, owners=owners)
+        if self.operation == REDUCE and is_one_shot(self.tokens, n, self.dtype):
+            return one_shot_config(machine, self.dtype, self.tokens, n, FLAGS_PER_SOURCE)
+        flags = FLAGS_PER_SOURCE // (2 if self.operation == REDUCE else 1)
+        return reduction(machine, self.dtype, owned, n, flags, owners=self.world_size)
 
     @property
     def flops(self) -> int:
@@ -384,8 +383,6 @@ def _others(problem: Problem, node: Node, compare: str) -> Iterator[tuple[str, P
                     " sending",
                     replace(config, send_programs=count, other_programs=node.sms - count),
                 )
-            elif config.other_programs:
-                name, changed = " reducing", replace(config, other_programs=count)
             else:
                 name, changed = "", replace(config, send_programs=count)
             if changed != config and changed.programs <= 2 * node.sms and not (gather and count >= node.sms):

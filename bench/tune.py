@@ -36,7 +36,7 @@ from fusedtp.ops.launch.config import (
     tiles,
 )
 from fusedtp.ops.launch.operands import local_config
-from fusedtp.ops.matmul_all_reduce import is_one_shot, plan_one_shot, plan_two_shot
+from fusedtp.ops.matmul_all_reduce import is_one_shot, one_shot_config, plan_one_shot, plan_two_shot
 from fusedtp.ops.matmul_reduce_scatter import (
     are_few,
     few_rows_config,
@@ -126,9 +126,10 @@ class Job:
         flags = FLAGS_PER_SOURCE // (2 if self.kernel == "two_shot" else 1)
         if self.kernel == "few_rows":
             config = few_rows_config(machine, dtype, at["rows"], at["cols"], flags)
+        elif self.kernel == "one_shot":
+            config = one_shot_config(machine, dtype, at["rows"], at["cols"], flags)
         elif "chunk" in tuned.KERNELS[self.kernel].sets:
-            owners = 1 if self.kernel == "one_shot" else self.ranks
-            config = reduction(machine, dtype, at["rows"], at["cols"], flags, owners=owners)
+            config = reduction(machine, dtype, at["rows"], at["cols"], flags, owners=self.ranks)
         elif self.kernel == "all_gather_matmul" and self.together:
             config = together_tile(machine, dtype, **(at | dict(world=0)))
         elif self.kernel == "matmul":
@@ -164,18 +165,16 @@ def refinements(job: Job, machine: Machine, values: Values) -> list[Values]:
     """Configurations that differ from this one in one field that a tile search leaves alone."""
     grouped = machine.clock != "host" and not (job.kernel == "all_gather_matmul" and job.together)
     choices: dict[str, tuple[int, ...]] = {"group": (1, 4, 8, 16, 32)} if grouped else {}
-    if "chunk" in tuned.KERNELS[job.kernel].sets and job.kernel != "all_gather":
-        choices |= {"chunk": (1, 2, 4)}
+    sets = tuned.KERNELS[job.kernel].sets
+    if "send_programs" in sets and job.kernel != "all_gather":
+        choices |= {"chunk": (1, 2, 4)} if "chunk" in sets else {}
         if machine.clock != "host":
             choices |= {"part": (128, 256, 512, 1024)}
         if not machine.shared_gpu:  # where ranks share a GPU its split is not a matter of taste
-            if "other_programs" in tuned.KERNELS[job.kernel].sets:
-                choices |= {"other_programs": tuple(max(1, machine.programs // d) for d in (8, 4, 2))}
-            else:  # two programs a multiprocessor, where they fit
-                choices |= {"send_programs": (machine.programs, 2 * machine.programs)}
+            # two programs a multiprocessor, where they fit
+            choices |= {"send_programs": (machine.programs, 2 * machine.programs)}
     if machine.clock != "host":  # `_possible` keeps what machine and dtype support
         toggles = dict(tma=(0, 1), specialized=(0, 1), halves=(0, 1))
-        sets = tuned.KERNELS[job.kernel].sets
         choices |= {name: known for name, known in toggles.items() if name in sets}
     found = [values | {name: n} for name, known in choices.items() for n in known if values.get(name) != n]
     return [each for each in found if _possible(job, machine, each)]

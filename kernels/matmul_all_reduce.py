@@ -6,10 +6,12 @@
 
 One shot: every partial tile goes to every rank, and every rank sums all tiles. One hop, W times the bytes.
 
-    send       tile 0 to all     tile 1 to all     ...
-    reduce                       waits for tile 0 of all ranks, sums
+    products    tiles p, p + P, ... of program p of P, each stored at all ranks while the next one is multiplied
+    publish     all of them, to all
+    sums        of the same tiles, when program p of every rank has published
 
-A tile is published late, see Note [Late publish] in matmul_reduce_scatter.py.
+Program p waits for programs p only, all of which publish before they wait, and a GPU starts programs in ascending
+order: so one resident program a rank is enough.
 
 Two shots: the reduce-scatter of matmul_reduce_scatter.py over rows (split as torch.chunk does), whose owners push each
 chunk of sums to all as well. A program that finds no more tiles copies what the owners pushed into y. It waits for
@@ -26,10 +28,20 @@ import triton.language as tl
 
 from . import signals
 from .matmul_reduce_scatter import part_of_tile, partial_tile, reduce_scatter, reduced_tile, sums_at
-from .tiles import cdiv, grouped, narrow, shard, to_int64
+from .tiles import cdiv, grouped, inline, narrow, shard, to_int64
 
 
-@triton.jit(do_not_specialize=["group", "send_programs"])
+@inline
+def place_of_tile(row, col, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr):
+    """Where a tile begins among a rank's partials, each tile contiguous, and how many columns it has there."""
+    begin = to_int64(row) * BLOCK_M * N + to_int64(col) * BLOCK_N * tl.minimum(BLOCK_M, M - row * BLOCK_M)
+    if EVEN_N:
+        return begin, BLOCK_N
+    else:
+        return begin, tl.minimum(BLOCK_N, N - col * BLOCK_N)
+
+
+@triton.jit
 def one_shot_kernel(
     peers,
     xs,  # (x,)
@@ -43,8 +55,6 @@ def one_shot_kernel(
     M,
     N,
     Ks,
-    group,
-    send_programs,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -52,6 +62,7 @@ def one_shot_kernel(
     PART_M: tl.constexpr,
     PRODUCTS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,  # BLOCK_N divides N
     TMA: tl.constexpr = False,
     X_TMA: tl.constexpr = False,
     ACROSS: tl.constexpr = False,  # w by TMA, as a [K, N]
@@ -62,7 +73,7 @@ def one_shot_kernel(
     w_scale=None,
     stride_ws=None,
 ):
-    """A slot holds [W, M, N], the partials of all ranks; flag c is chunk c, `group` consecutive tiles."""
+    """A slot holds [W, M * N], the partials of all ranks tile by tile; flag p is that of program p."""
     if signals.failed(peers):
         return
     if TMA:
@@ -77,65 +88,60 @@ def one_shot_kernel(
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
     element: tl.constexpr = y.dtype.element_ty
+    if pid == 0:
+        signals.arrive(peers)
     num_rows = cdiv(M, BLOCK_M)
     num_cols = cdiv(N, BLOCK_N)
     tiles = num_rows * num_cols
-    chunks = cdiv(tiles, group)
+    own = to_int64(rank) * M * N
+    for tile in range(pid, tiles, tl.num_programs(0)):
+        row, col = grouped(tile, num_rows, num_cols, GROUP)
+        rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
+        value, cols, col_mask = partial_tile(
+            xs,
+            row * BLOCK_M,
+            rows,
+            rows < M,
+            strides_xm,
+            strides_xk,
+            ws,
+            strides_wn,
+            strides_wk,
+            col,
+            N,
+            Ks,
+            BLOCK_N,
+            BLOCK_K,
+            PRODUCTS,
+            EVEN_K,
+            TMA,
+            X_TMA,
+            ACROSS,
+            element,
+            scales,
+        )
+        begin, width = place_of_tile(row, col, M, N, BLOCK_M, BLOCK_N, EVEN_N)
+        at = begin + tl.arange(0, BLOCK_M)[:, None] * width + tl.arange(0, BLOCK_N)[None, :]
+        mask = (rows < M)[:, None] & col_mask[None, :]
+        for step in range(1, world + 1):
+            out = signals.slot(peers, (rank + step) % world).to(tl.pointer_type(element))
+            tl.store(tl.multiple_of(out, 16) + own + at, value, mask=mask)
+    if pid < tiles:
+        signals.publish_to_all(peers, pid)
+        signals.wait_chunk_of_all(peers, pid)
+    base = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
+    for tile in range(pid, tiles, tl.num_programs(0)):
+        row, col = grouped(tile, num_rows, num_cols, GROUP)
+        begin, width = place_of_tile(row, col, M, N, BLOCK_M, BLOCK_N, EVEN_N)
+        last = tl.minimum((row + 1) * BLOCK_M, M)
+        for first in range(row * BLOCK_M, last, PART_M):
+            at, mask, cols = part_of_tile(first, last, col, N, PART_M, BLOCK_N)
+            local = first - row * BLOCK_M + tl.arange(0, PART_M)
+            there = begin + local[:, None] * width + tl.arange(0, BLOCK_N)[None, :]
+            acc = reduced_tile(base, to_int64(M) * N, there, mask, bias, cols, N, world, 8)
+            tl.store(y + at, narrow(acc, element), mask=mask)
     if pid == 0:
-        signals.arrive(peers)
-    if pid < send_programs:
-        stored = tl.full((), -1, tl.int32)  # the chunk that is stored and not yet published
-        for chunk in range(pid, chunks, send_programs):
-            for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
-                row, col = grouped(tile, num_rows, num_cols, GROUP)
-                rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
-                value, cols, col_mask = partial_tile(
-                    xs,
-                    row * BLOCK_M,
-                    rows,
-                    rows < M,
-                    strides_xm,
-                    strides_xk,
-                    ws,
-                    strides_wn,
-                    strides_wk,
-                    col,
-                    N,
-                    Ks,
-                    BLOCK_N,
-                    BLOCK_K,
-                    PRODUCTS,
-                    EVEN_K,
-                    TMA,
-                    X_TMA,
-                    ACROSS,
-                    element,
-                    scales,
-                )
-                if stored >= 0:  # Note [Late publish]
-                    signals.publish_to_all(peers, stored)
-                    stored = tl.full((), -1, tl.int32)
-                at = rows.to(tl.int64)[:, None] * N + cols[None, :]
-                mask = (rows < M)[:, None] & col_mask[None, :]
-                for step in range(1, world + 1):
-                    out = signals.slot(peers, (rank + step) % world).to(tl.pointer_type(element))
-                    tl.store(tl.multiple_of(out, 16) + to_int64(rank) * M * N + at, value, mask=mask)
-            stored = chunk
-        if stored >= 0:
-            signals.publish_to_all(peers, stored)
-    else:
-        base = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(element)), 16)
-        for chunk in range(pid - send_programs, chunks, tl.num_programs(0) - send_programs):
-            signals.wait_chunk_of_all(peers, chunk)
-            for tile in range(chunk * group, tl.minimum((chunk + 1) * group, tiles)):
-                row, col = grouped(tile, num_rows, num_cols, GROUP)
-                last = tl.minimum((row + 1) * BLOCK_M, M)
-                for first in range(row * BLOCK_M, last, PART_M):
-                    at, mask, cols = part_of_tile(first, last, col, N, PART_M, BLOCK_N)
-                    acc = reduced_tile(base, to_int64(M) * N, at, mask, bias, cols, N, world)
-                    tl.store(y + at, narrow(acc, element), mask=mask)
-        if pid == send_programs:
-            signals.wait_all_arrivals(peers)
+        signals.wait_all_arrivals(peers)
     signals.leave(peers)
 
 

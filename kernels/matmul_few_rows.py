@@ -22,16 +22,8 @@ import triton
 import triton.language as tl
 
 from . import signals
-from .matmul_reduce_scatter import part_of_tile, partial_tile, sum_chunk, sums_at
-from .tiles import cdiv, inline, shard, to_int64
-
-
-@inline
-def publish_column(peers, stored):
-    """Publish the columns that are stored and not published yet, if there are some, to all; -1 is none."""
-    if stored >= 0:
-        signals.publish_to_all(peers, stored)
-    return tl.full((), -1, tl.int32)
+from .matmul_reduce_scatter import part_of_tile, partial_tile, publish_stored_to_all, sum_chunk, sums_at
+from .tiles import cdiv, shard, to_int64
 
 
 @triton.jit(do_not_specialize=["group", "total"])
@@ -121,7 +113,7 @@ def few_rows_kernel(
                 element,
                 scales,
             )
-            stored = publish_column(peers, stored)
+            stored = publish_stored_to_all(peers, stored)
             for step in range(1, world + 1):
                 owner = (rank + step) % world
                 size, offset = shard(sizes, owner, world)
@@ -132,7 +124,7 @@ def few_rows_kernel(
                 tl.store(out + at, value, mask=owned[:, None] & col_mask[None, :])
         stored = ticket
         ticket = signals.take(peers, signals.TILE)
-    publish_column(peers, stored)
+    publish_stored_to_all(peers, stored)
     own, before = shard(sizes, rank, world)
     begin = to_int64(before) * N
     while ticket < 2 * chunks:

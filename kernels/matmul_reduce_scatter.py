@@ -138,6 +138,14 @@ def publish_stored(peers, stored):
 
 
 @inline
+def publish_stored_to_all(peers, stored):
+    """The same of a chunk that is stored at all ranks."""
+    if stored >= 0:
+        signals.publish_to_all(peers, stored)
+    return tl.full((), -1, tl.int32)
+
+
+@inline
 def send_chunk(
     peers,
     stored,
@@ -221,10 +229,10 @@ def part_of_tile(first, last, col, N, PART_M: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @inline
-def reduced_tile(base, stride_source, at, mask, bias, cols, N, WORLD: tl.constexpr):
-    """Sum of the sources' partials in rank order in fp32, plus bias."""
+def reduced_tile(base, stride_source, at, mask, bias, cols, N, WORLD: tl.constexpr, AT_ONCE: tl.constexpr = 2):
+    """Sum of the sources' partials in rank order in fp32, plus bias. Those of AT_ONCE are loaded at a time."""
     acc = tl.full((at.shape[0], at.shape[1]), 0, tl.float32)
-    for src in tl.range(0, WORLD, loop_unroll_factor=2):  # on their way at a time
+    for src in tl.range(0, WORLD, loop_unroll_factor=AT_ONCE):
         acc += widen(tl.load(base + src * stride_source + at, mask=mask, other=0.0)).to(tl.float32)
     return add_bias(acc, bias, cols, cols < N)
 

@@ -73,7 +73,7 @@ def occupancy(made: Compiled) -> Iterator[Finding]:
     """A multiprocessor has registers and shared memory for one program or more.
 
     The grids of kernels that communicate count on one program a multiprocessor, and no more: later programs start when
-    earlier ones end. Source: Target.occupancy; fusedtp.ops.launch.config, gather_programs and reduce_programs.
+    earlier ones end. Source: Target.occupancy; fusedtp.ops.launch.config, gather_programs.
     """
     if not programs(made):
         said = (

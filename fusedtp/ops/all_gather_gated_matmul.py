@@ -363,7 +363,7 @@ def prepare_together(
         tile = by_pointers(local_config(machine, x.dtype, "ieee", rows.total, n, 2, products))
         if 0 < machine.capability < 90:  # wider ones spill
             tile = replace(tile, block_n=min(tile.block_n, NARROWEST))
-        tile = deep(narrowed(tile, machine, rows.total, n, every=True), machine, x.dtype, weights=2)
+        tile = deep(narrowed(tile, machine, rows.total, n), machine, x.dtype, weights=2)
         tile = of_vectors(tile, machine, *weights)
         config = replace(tile, send_programs=machine.programs, other_programs=0)
     args = together_args(x, rows, config, machine) | gated_args(config, weights, act)

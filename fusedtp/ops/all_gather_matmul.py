@@ -451,7 +451,7 @@ def together_tile(machine: Machine, dtype: torch.dtype, world: int, **output: in
         shape = tiles(machine, dtype, rows, max(cols, 256 * machine.programs), even)
         if dtype.itemsize == 1 and shape.block_n > WIDEST_FP8:
             shape = replace(shape, block_n=WIDEST_FP8, max_registers=ALL_REGISTERS)
-        shape = deep(narrowed(shape, machine, rows, cols, every=True), machine, dtype)
+        shape = deep(narrowed(shape, machine, rows, cols), machine, dtype)
     return replace(shape, send_programs=machine.programs, other_programs=0)
 
 

@@ -28,7 +28,7 @@ from fusedtp.comm.launching import Launch, layouts
 from fusedtp.comm.memory import round_up
 
 from .launch import tuned
-from .launch.config import VECTOR, Config, Machine, deep, narrowed, tiles
+from .launch.config import NARROWEST, VECTOR, Config, Machine, deep, narrowed, tiles
 from .launch.operands import even_depth, local_tiles
 from .launch.run import check, machine_for
 from .linear_call import LinearCall, linear_call
@@ -41,6 +41,7 @@ from .matmul_reduce_scatter import (
     pointers,
     prepare_few_rows,
     reduction,
+    tile_count,
     window_args,
 )
 from .matmul_reduce_scatter import chunked as reduce_scatter_chunked
@@ -249,7 +250,6 @@ op = Operation(
             slot_bytes=lambda rows, shared: all_reduce_slot_bytes(
                 rows.total, shared.features, len(rows.sizes), shared.dtype, True
             ),
-            example=dict(chunk=1),
         ),
         FusedKernel(
             "two_shot_all_reduce",
@@ -318,15 +318,33 @@ def prepare_one_shot(
     total, n = x.shape[0], weight.shape[0]
     flags = view.flags_per_source
     if config is None:
-        config = reduction(machine, x.dtype, total, n, flags, kernel="one_shot", world_size=world_size)
+        config = one_shot_config(machine, x.dtype, total, n, flags, world_size)
         config = local_tiles(config, machine, [x], [weight])
     args = dict(
         **matmul_args([x], [weight], config),
         M=total,
-        group=config.chunk,
-        send_programs=config.send_programs,
+        EVEN_N=n % config.block_n == 0,
     )
     return Launch(one_shot_kernel, config.programs, args, config)
+
+
+@tuned.remembered
+def one_shot_config(
+    machine: Machine, dtype: torch.dtype, total: int, n: int, flags: int, world_size: int = 0
+) -> Config:
+    """Configuration of the one-shot kernel; the tuned one, if a world is named.
+
+    A program has two tiles where the width allows it: the first one travels while the second one is multiplied. It has
+    one flag for all its tiles.
+    """
+    even, found = n % VECTOR == 0, tuned.NOTHING
+    if world_size:
+        found = tuned.lookup("one_shot", machine, dtype, rows=total, cols=n, even=even, world=world_size)
+    shape = tuned.tile(tiles(machine, dtype, total, n, even), found)
+    if not found:
+        shape = deep(narrowed(shape, machine, total, n, each=2, narrowest=NARROWEST // 2), machine, dtype)
+    programs = min(tuned.programs(found, machine), flags, max(1, tile_count(shape, total, n)))
+    return replace(shape, send_programs=programs, other_programs=0)
 
 
 def prepare_two_shot(
@@ -418,7 +436,7 @@ def multimem_config(machine: Machine, dtype: torch.dtype, total: int, n: int, fl
     """Configuration of the kernel by the switch: every program multiplies, sums and copies."""
     shape = tiles(machine, dtype, total, n)
     if total <= FEW_ROWS:
-        shape = deep(narrowed(shape, machine, total, n, every=True), machine, dtype)
+        shape = deep(narrowed(shape, machine, total, n), machine, dtype)
     count = -(-total // shape.block_m) * -(-n // shape.block_n)
     return replace(shape, send_programs=machine.programs, other_programs=0, chunk=max(1, -(-count // flags)))
 

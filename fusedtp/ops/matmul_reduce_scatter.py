@@ -29,7 +29,7 @@ from fusedtp.comm.device_view import odd, peers_of
 from fusedtp.comm.launching import Launch, layouts
 
 from .launch import tuned
-from .launch.config import VECTOR, Config, Machine, block, deep, narrowed, reduce_programs, tiles
+from .launch.config import VECTOR, Config, Machine, block, deep, narrowed, tiles
 from .launch.operands import MOST_DESCRIPTORS, describe_operands, even_depth, local_operands, local_tiles
 from .launch.run import check, machine_for
 from .linear_call import LinearCall, linear_call
@@ -390,7 +390,7 @@ def _planned(
 def window_args(config: Config, owned: int, n: int, world_size: int) -> dict[str, int]:
     """How the kernel goes about the chunks of each owner, who has up to `owned` rows: so many of each in a round that
     all programs have one. Sums are BEHIND rounds behind."""
-    chunks = max(1, -(-_tile_count(config, owned, n) // config.chunk))
+    chunks = max(1, -(-tile_count(config, owned, n) // config.chunk))
     rounds = -(-chunks // max(1, config.programs // world_size))
     window = -(-chunks // rounds)
     return dict(group=config.chunk, window=window, behind=BEHIND * window)
@@ -435,10 +435,9 @@ def few_rows_config(
     if not found:
         if shape.block_m > 128:  # more would not fit the registers
             shape = replace(shape, block_n=min(shape.block_n, 64))
-        shape = deep(narrowed(shape, machine, total, n, every=True), machine, dtype)
-    chunk = tuned.chunk(found, 1, least=-(-_tile_count(shape, total, n) // flags))
-    senders, _ = tuned.reduce_split(found, machine, (machine.programs, 0))
-    return replace(shape, send_programs=senders, other_programs=0, chunk=chunk)
+        shape = deep(narrowed(shape, machine, total, n), machine, dtype)
+    chunk = tuned.chunk(found, 1, least=-(-tile_count(shape, total, n) // flags))
+    return replace(shape, send_programs=tuned.programs(found, machine), other_programs=0, chunk=chunk)
 
 
 @tuned.remembered
@@ -451,7 +450,7 @@ def reduction(
     *,
     kernel: str = "",
     world_size: int = 0,
-    owners: int = 1,
+    owners: int,
 ) -> Config:
     """Configuration for partial tiles: each of `owners` ranks owns `owned` rows and has `flags` flags for them.
 
@@ -464,14 +463,9 @@ def reduction(
         found = tuned.lookup(kernel, machine, dtype, rows=owned, cols=n, even=even, world=world_size)
     rows = owned * owners if owned >= 128 else owned
     shape = tuned.tile(tiles(machine, dtype, rows, n, even), found)
-    if owners == 1 and not found:
-        shape = narrowed(shape, machine, owned, n)
-    count = _tile_count(shape, owned, n)
-    chunk = tuned.chunk(found, 1, least=-(-count // flags))
-    default = (machine.programs, 0) if owners > 1 else reduce_programs(machine)
-    senders, reducers = tuned.reduce_split(found, machine, default)
-    return replace(shape, send_programs=senders, other_programs=min(reducers, max(1, count)), chunk=chunk)
+    chunk = tuned.chunk(found, 1, least=-(-tile_count(shape, owned, n) // flags))
+    return replace(shape, send_programs=tuned.programs(found, machine), other_programs=0, chunk=chunk)
 
 
-def _tile_count(shape: Config, rows: int, n: int) -> int:
+def tile_count(shape: Config, rows: int, n: int) -> int:
     return -(-rows // shape.block_m) * -(-n // shape.block_n)

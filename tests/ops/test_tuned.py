@@ -22,7 +22,7 @@ from fusedtp.ops.all_gather_matmul import plan_all_gather_matmul, with_senders
 from fusedtp.ops.all_gather_wgrad import plan_all_gather_wgrad
 from fusedtp.ops.launch import tuned
 from fusedtp.ops.launch.config import ALL_REGISTERS, HOST, Config, tiles
-from fusedtp.ops.matmul_all_reduce import plan_few_rows, plan_two_shot
+from fusedtp.ops.matmul_all_reduce import plan_few_rows, plan_one_shot, plan_two_shot
 from fusedtp.ops.matmul_reduce_scatter import plan_matmul_reduce_scatter, reduction
 from fusedtp.ops.rows import Rows
 from tests.ops.tables import (
@@ -86,12 +86,12 @@ def test_a_class_is_a_range_of_extents(axis, a, b):
 def full(tmp_path_factory) -> Path:
     """A table with another configuration for every class of small extents."""
     random, table = Random(0), []
-    for kernel in ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "two_shot", "few_rows"):
+    for kernel in ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "two_shot", "one_shot", "few_rows"):
         axes = tuned.KERNELS[kernel].axes
         for rows, other, even, world in product((0, 1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64), (0, 1), (2, 3)):
             values = TILE | dict(group=random.randint(1, 9), chunk=random.randint(1, 200))
             values |= {name: random.choice((16, 32, 64)) for name in ("block_m", "block_n")}
-            values |= {name: random.randint(1, 300) for name in ("send_programs", "other_programs")}
+            values["send_programs"] = random.randint(1, 300)
             values = {name: n for name, n in values.items() if name in tuned.KERNELS[kernel].sets}
             at = dict(rows=rows, cols=other, k=other, even=even, world=world)
             table.append(entry(kernel, values, **{axis: n for axis, n in at.items() if axis in axes}))
@@ -127,9 +127,12 @@ def test_ranks_agree_on_what_travels(full, sizes, ns, ks, shared, shared_gpu):
             few = plan_few_rows(*at, x, w, None, 1, None, machine)[0]
             assert few.args["BLOCK_M"] >= sum(sizes)
             cut = ("BLOCK_M", "BLOCK_N", "GROUP", "group")
-            reductions.add(tuple(launch.args[name] for launch in (one, two, few) for name in cut))
+            at_once = plan_one_shot(*at, x, w, None, 1, None, machine)[0]
+            programs = at_once.programs  # each has a flag
+            agreed = *(launch.args[name] for launch in (one, two, few) for name in cut), programs
+            reductions.add((*agreed, *(at_once.args[name] for name in cut[:-1])))
             if shared_gpu:
-                assert max(launch.programs, one.programs, few.programs) <= machine.programs
+                assert max(launch.programs, one.programs, few.programs, programs) <= machine.programs
         assert tuned.digest(machine) and any("default" not in line for line in tuned.report())
         assert len(gathers) == len(reductions) == 1
 
@@ -138,7 +141,7 @@ def test_ranks_agree_on_what_travels(full, sizes, ns, ks, shared, shared_gpu):
 @given(st.integers(0, 5000), st.integers(1, 5000), st.integers(2, 200), configs("matmul_reduce_scatter"))
 def test_tuned_chunks_never_need_more_flags_than_there_are(tmp_path_factory, owned, n, flags, values):
     with holding("matmul_reduce_scatter", values):
-        config = reduction(H200, FLOAT, owned, n, flags, kernel="matmul_reduce_scatter", world_size=4)
+        config = reduction(H200, FLOAT, owned, n, flags, kernel="matmul_reduce_scatter", world_size=4, owners=4)
         tiled = -(-owned // config.block_m) * -(-n // config.block_n)
         assert (config.block_m, config.block_n) == (values["block_m"], values["block_n"])
         assert -(-tiled // config.chunk) <= flags and config.chunk >= values["chunk"]

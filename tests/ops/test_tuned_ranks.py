@@ -31,7 +31,7 @@ def table(folder: Path, block_n: int) -> Path:
             entry("all_gather_wgrad", tile, **at | {"rows": 32, "cols": 64, "k": 8, "world": 2}),
             entry("all_gather", {"chunk": 3, "send_programs": 2}, **gather),
             entry("few_rows", tile | SPLIT, **scatter),
-            entry("one_shot", tile | SPLIT | {"other_programs": 3}, **scatter),
+            entry("one_shot", tile | {"send_programs": 2}, **scatter),
         ],
     )
     return folder

@@ -69,12 +69,12 @@ def test_a_rank_arrives_at_all_ranks_by_one_release(w: int, target: str) -> None
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("sizes", [(5, 3), (TILE + 1, 0, 2)])
-def test_a_partial_tile_is_published_to_all_ranks_by_one_release(sizes: tuple[int, ...], target: str) -> None:
-    width, w = 3 * TILE + 1, len(sizes)
-    call = Call("one_shot_all_reduce", sizes, (width,), chunk=1, programs=(2, 2))
+def test_a_program_publishes_its_tiles_to_all_ranks_by_one_release(sizes: tuple[int, ...], target: str) -> None:
+    width, w, programs = 3 * TILE + 1, len(sizes), 5
+    call = Call("one_shot_all_reduce", sizes, (width,), programs=(programs, 0))
     tiles = -(-sum(sizes) // TILE) * -(-width // TILE)
     for of_rank in released(fused_case("one call", [call]), target):
-        assert of_rank == {("arrive", w): 1, ("publish_to_all", w): tiles}
+        assert of_rank == {("arrive", w): 1, ("publish_to_all", w): min(tiles, programs)}
 
 
 @pytest.mark.parametrize("operation", ["two_shot_all_reduce", "moe_dispatch", "moe_matmul_combine"])

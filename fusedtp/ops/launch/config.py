@@ -131,26 +131,31 @@ def _cuda_tiles(machine: Machine, dtype: torch.dtype, rows: int, cols: int, bloc
     return Config(128, 128, 64, num_warps=8, num_stages=stages, max_registers=every)
 
 
-def narrowed(shape: Config, machine: Machine, rows: int, n: int, *, every: bool = False) -> Config:
-    """The tile, of fewer columns as long as programs that multiply all tiles and as many that sum fit the machine.
+def narrowed(
+    shape: Config, machine: Machine, rows: int, n: int, *, each: int = 1, narrowest: int = NARROWEST
+) -> Config:
+    """The tile, of fewer columns as long as a program has `each` tiles at most.
 
     A product of few rows takes as long as the weights take to come, and one program loads only so fast.
-
-    every   program does both, or none sums, so that there may be as many tiles as programs
     """
-    while shape.block_n > NARROWEST:
+    while shape.block_n > narrowest:
         half = replace(shape, block_n=shape.block_n // 2)
-        if (1 if every else 2) * -(-rows // half.block_m) * -(-n // half.block_n) > machine.programs:
+        if -(-rows // half.block_m) * -(-n // half.block_n) > each * machine.programs:
             break
         shape = half
     return shape
 
 
 def deep(shape: Config, machine: Machine, dtype: torch.dtype, weights: int = 1) -> Config:
-    """The tile in so many stages that IN_FLIGHT bytes of the weights are on their way, if they fit."""
+    """The tile in so many stages that IN_FLIGHT bytes of the weights are on their way, if they fit.
+
+    A tile too narrow for that takes twice as much of K in a stage.
+    """
     if machine.clock != "cuda":
         return shape
     step, columns = shape.block_k * dtype.itemsize, weights * shape.block_n
+    if MOST_STAGES * columns * step < IN_FLIGHT:
+        shape, step = replace(shape, block_k=2 * shape.block_k), 2 * step
     fit = (machine.shared_bytes - 1024) // ((shape.block_m + columns) * step)
     stages = min(-(-IN_FLIGHT // (columns * step)), fit, MOST_STAGES)
     return replace(shape, num_stages=max(shape.num_stages, stages))
@@ -160,17 +165,6 @@ def gather_programs(machine: Machine) -> tuple[int, int]:
     """(senders, others): about an eighth of a GPU stores as fast as its links carry."""
     senders = max(1, min(16, machine.programs // 8))
     return senders, max(1, machine.programs - senders)
-
-
-def reduce_programs(machine: Machine) -> tuple[int, int]:
-    """(senders, reducers). Reducers are numbered last and start when senders leave the machine.
-
-    On a GPU that ranks share, all programs of a rank fit its part, or a rank could find no room at all.
-    """
-    if machine.shared_gpu:
-        reducers = max(1, machine.programs // 8)
-        return max(1, machine.programs - reducers), reducers
-    return machine.programs, max(1, machine.programs // 2)
 
 
 def gather_chunk(rows_max: int, flags: int) -> int:

@@ -35,7 +35,7 @@ from .config import MOST_STAGES, Config, Machine
 
 NEEDED = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
 TILE = (*NEEDED, "group", "part", "max_registers")
-SPLIT = ("chunk", "send_programs", "other_programs")
+SPLIT = ("chunk", "send_programs")
 SWITCHES = ("tma", "specialized", "halves")  # 0 or 1
 LIMITS = {  # least, most, a power of two
     "block_m": (16, 256, True),
@@ -51,7 +51,6 @@ LIMITS = {  # least, most, a power of two
     "halves": (0, 1, False),
     "chunk": (1, 1 << 16, False),
     "send_programs": (1, 4096, False),
-    "other_programs": (1, 4096, False),
 }
 EXACT = ("even", "world", "programs")
 REGISTERS = 1 << 16  # of a multiprocessor
@@ -65,15 +64,15 @@ class Kernel(NamedTuple):
 
 
 _SUM = ("rows", "cols", "even", "world", "programs")
-_SCATTER = Kernel(_SUM, (*TILE, "tma", "chunk", "send_programs"))
+_SCATTER = Kernel(_SUM, (*TILE, "tma", *SPLIT))
 _GATHER = Kernel(("rows", "cols", "k", "even", "world", "programs"), (*TILE, "tma"))
 KERNELS = {
     "matmul": Kernel(("rows", "cols", "k", "even", "programs"), (*TILE, *SWITCHES)),
     "all_gather_matmul": _GATHER,
     "all_gather_wgrad": _GATHER,
-    "all_gather": Kernel(("rows", "k", "world", "programs"), ("chunk", "send_programs")),
+    "all_gather": Kernel(("rows", "k", "world", "programs"), SPLIT),
     "matmul_reduce_scatter": _SCATTER,
-    "one_shot": Kernel(_SUM, (*TILE, "tma", *SPLIT)),
+    "one_shot": Kernel(_SUM, (*TILE, "tma", "send_programs")),
     "two_shot": _SCATTER,
     "few_rows": _SCATTER,
 }
@@ -208,11 +207,9 @@ def gather_split(found: Mapping[str, int], machine: Machine, default: tuple[int,
     return senders, max(1, machine.programs - senders)
 
 
-def reduce_split(found: Mapping[str, int], machine: Machine, default: tuple[int, int]) -> tuple[int, int]:
-    """(senders, reducers), likewise."""
-    if machine.shared_gpu:
-        return default
-    return found.get("send_programs", default[0]), found.get("other_programs", default[1])
+def programs(found: Mapping[str, int], machine: Machine) -> int:
+    """Of a kernel whose programs are all alike; where ranks share a GPU, so many as fit this rank's part."""
+    return machine.programs if machine.shared_gpu else found.get("send_programs", machine.programs)
 
 
 @lru_cache(4096)
