@@ -8,6 +8,7 @@ takes to reach an SM, and every block is loaded once a rank. Here all programs s
 of all ranks:
 
     push       columns 0, 1, ... of x_r to every rank, this one too: [T, K] in the slot, rows in global order
+    prefetch   the begin of a block of a weight, if T is small (prefetch.py)
     wait       once, for the last columns of all ranks
     products   tiles, those of one block of a weight one after another
     keep       columns 0, 1, ... of the slot into `gathered`, if it is wanted
@@ -23,6 +24,7 @@ from . import signals
 from .all_gather_matmul import finish_rows, pick_scale, pick_weight, row_scales
 from .epilogue import add_bias
 from .matmul import IEEE, linear_tile, mixed_tile, pair_loop, store_tile
+from .prefetch import MOST_ROWS, prefetch_rows
 from .swiglu import activated
 from .tiles import cdiv, inline, shard, tile_rows, to_int64
 
@@ -38,7 +40,7 @@ def copy_part(src, src_rows, src_stride, src_stride_k, dst, dst_rows, K, inside,
 
 
 @inline
-def gather_rows(
+def send_rows(
     peers,
     sizes,
     batch,
@@ -49,7 +51,7 @@ def gather_rows(
     COPY_M: tl.constexpr,
     PART_K: tl.constexpr,
 ):
-    """All ranks' rows together: where they are, [T, K] contiguous in this rank's slot, and T. On the way out all are.
+    """Push pieces of this rank's rows until all have been taken; T, the rows of all ranks.
 
     The first program arrives, before anything waits.
     """
@@ -73,9 +75,14 @@ def gather_rows(
         if signals.complete(peers, dst, 0, parts):
             signals.publish(peers, dst, 0)
         piece = signals.take(peers, signals.PUSH)
+    return total * batch
+
+
+@inline
+def all_rows(peers, x):
+    """Wait for the rows of all ranks; where they are, [T, K] contiguous in this rank's slot."""
     signals.wait_chunk_of_all(peers, 0)
-    base = tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(x.dtype.element_ty)), 16)
-    return base, total * batch
+    return tl.multiple_of(signals.slot(peers, signals.rank_of(peers)).to(tl.pointer_type(x.dtype.element_ty)), 16)
 
 
 @inline
@@ -128,7 +135,13 @@ def few_rows_gather_kernel(
         length = K
     else:
         length = row_bytes
-    base, T = gather_rows(peers, sizes, batch, x, stride_xm, stride_xk, length, COPY_M, PART_K)
+    T = send_rows(peers, sizes, batch, x, stride_xm, stride_xk, length, COPY_M, PART_K)
+    if BLOCK_M <= MOST_ROWS:
+        col = tl.program_id(0)
+        for i in tl.static_range(NUM_WEIGHTS):
+            prefetch_rows(weights[i], col * BLOCK_N, widths[i], strides_wn[i], strides_wk[i], K, BLOCK_N, peers.clock)
+            col -= cdiv(widths[i], BLOCK_N)
+    base = all_rows(peers, x)
     if TMA:
         operands = (descriptor0, descriptor1, descriptor2, descriptor3)
     else:
@@ -222,7 +235,12 @@ def few_rows_gated_kernel(
 ):
     if signals.failed(peers):
         return
-    base, T = gather_rows(peers, sizes, batch, x, stride_xm, stride_xk, K, COPY_M, PART_K)
+    T = send_rows(peers, sizes, batch, x, stride_xm, stride_xk, K, COPY_M, PART_K)
+    if BLOCK_M <= MOST_ROWS:
+        first = tl.program_id(0) * BLOCK_N
+        prefetch_rows(gate, first, N, stride_wn, stride_wk, K, BLOCK_N, peers.clock)
+        prefetch_rows(up, first, N, stride_wn, stride_wk, K, BLOCK_N, peers.clock)
+    base = all_rows(peers, x)
     num_rows = cdiv(T, BLOCK_M)
     num_cols = cdiv(N, BLOCK_N)
     tiles = num_rows * num_cols

@@ -1,6 +1,7 @@
 """Memory ordering has one home: only kernels/signals.py names atomics, their order and scope, and barriers.
 
 kernels/multimem.py has weak accesses by a multicast address, and their fence, as inline code: nothing else can have it.
+kernels/prefetch.py has prefetches, which order nothing.
 """
 
 import ast
@@ -9,7 +10,7 @@ from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 HOME = "signals.py"
-SWITCH = "multimem.py"
+SWITCH, AHEAD = "multimem.py", "prefetch.py"
 
 
 def ordering_words(source: str) -> set[str]:
@@ -28,10 +29,12 @@ def ordering_words(source: str) -> set[str]:
 def test_only_signals_names_memory_ordering() -> None:
     """Any other kernel calls publish and wait, whose order stands in one place and is checked there."""
     named = {path.name: words for path in KERNELS.glob("*.py") if (words := ordering_words(path.read_text()))}
-    assert named.pop(SWITCH) == {"inline_asm_elementwise"}
+    assert named.pop(SWITCH) == named.pop(AHEAD) == {"inline_asm_elementwise"}
     assert set(named) == {HOME}, named
     text = (KERNELS / SWITCH).read_text()
     assert set(re.findall(r"multimem\.\w+\.(\w+)\.", text)) == {"weak"}
+    (asm,) = re.findall(r'"(prefetch.*?)"', (KERNELS / AHEAD).read_text())
+    assert asm == "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
 
 
 def test_the_words_are_found() -> None:

@@ -19,6 +19,7 @@ import triton.language as tl
 from fusedtp import lint
 from fusedtp.checks.command import _by_finding
 from fusedtp.checks.lint import MAKES_FP8, OWN, PLANS, WITH_FP8, Variant, _case, check, own_cases, variants_of
+from fusedtp.kernels.prefetch import LINES
 from fusedtp.lint import speed
 from fusedtp.lint.listing import Value, behind
 from fusedtp.lint.resources import resources
@@ -144,6 +145,17 @@ def test_the_width_of_every_move_between_ranks_is_read(exchanging):
         narrow = replace(made, files={**made.files, "ptx": narrowed})
         found = {finding.frames for finding in speed.vector_width(narrow)}
         assert found == {op.frames for op in ops}, name
+
+
+@pytest.mark.parametrize("kernel", ["few_rows_gather_kernel", "few_rows_gated_kernel"])
+def test_weights_of_few_rows_are_prefetched_line_by_line(kernel):
+    few, many = (variants_of(kernel)[name] for name in ("bf16-least", "bf16"))
+    (made,) = lint.compiled(_case(kernel, "sm_90", few))
+    asked = made.files["ptx"].count("prefetch.global.L2")
+    weights = len(few.widths) if kernel == "few_rows_gather_kernel" else 2
+    assert asked * 32 * made.num_warps == weights * LINES.value
+    (made,) = lint.compiled(_case(kernel, "sm_90", many))
+    assert "prefetch" not in made.files["ptx"]
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------

@@ -79,6 +79,16 @@ def test_who_sends_in_a_gather_multiplies_when_all_is_sent() -> None:
         assert multiplied == set(range(programs))
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 32])
+def test_weights_of_few_rows_come_while_rows_travel(tokens: int) -> None:
+    """Half a millisecond from memory, hidden behind a millisecond of latency."""
+    problem = Problem(GATHER, tokens, (384,), 1024, 4)
+    nbytes = 2 * sum(problem.widths) * problem.k
+    slow = SMALL.but(link_latency=1e-3, memory_bandwidth=nbytes / 5e-4)
+    free = time(problem, slow.but(memory_bandwidth=inf)).total
+    assert time(problem, slow).total - free < 1e-4  # x, what is stored, and y
+
+
 @pytest.mark.parametrize("operation", [SCATTER, REDUCE])
 def test_sums_over_ranks_leave_no_tail(operation: str) -> None:
     """Most are summed between the products; what is left when the last one ends is read by all programs at once."""

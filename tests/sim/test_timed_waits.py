@@ -89,6 +89,23 @@ def test_a_tile_of_flags_of_which_one_is_missing_is_a_deadlock_that_names_it(sil
     assert waits == {(rank, f"flag of rank {rank}", (silent,), "0") for rank in {0, 1, 2} - {silent}}
 
 
+@pytest.mark.parametrize("lines", [0, 8, 16, 32])
+@pytest.mark.parametrize("latency", [1e-5, 1e-4, 1e-3])
+def test_what_is_prefetched_comes_during_a_wait(lines: int, latency: float) -> None:
+    """A read of 32 lines takes 320 us: from the wait on for those that were not prefetched, from the begin in all."""
+    n, line = 1024, 1e-5
+    node = SMALL.but(
+        memory_latency=0.0, link_latency=latency, launch_latency=0.0, memory_bandwidth=128 / line, sm_bandwidth=inf
+    )
+    flags = symmetric("flag", 2, (1,), torch.int32, poisoned=False)
+    work: list[list[Work]] = []
+    for rank in range(2):
+        args = dict(src=torch.zeros(n), flags=flags.pointers, dst=torch.zeros(n), rank=rank, W=2, N=n, LINES=lines)
+        work.append([Launch(kernels.reads_after_a_flag, 1, args)])
+    got = Engine(Run(work, [flags]), node).run()
+    assert got.total == pytest.approx(max(latency + (32 - lines) * line, 32 * line), rel=0.02)
+
+
 def test_waiting_longer_costs_no_more_events() -> None:
     short, long = (Engine(exchange_run(), SMALL.but(link_latency=s)).run() for s in (1e-5, 1e-1))
     assert long.total > 100 * short.total

@@ -22,6 +22,21 @@ def exchange(src, inboxes, flags, dst, rank, W: tl.constexpr, N: tl.constexpr, P
 
 
 @triton.jit
+def reads_after_a_flag(src, flags, dst, rank, W: tl.constexpr, N: tl.constexpr, LINES: tl.constexpr):
+    """A flag to the next rank; when the one from the rank before is seen, a block is read, LINES of it prefetched."""
+    at = tl.arange(0, N)
+    if LINES > 0:
+        ahead = src + tl.arange(0, LINES) * 32
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1];", "=r,l", [ahead], dtype=tl.int32, is_pure=False, pack=1)
+    flag = tl.load(flags + (rank + 1) % W).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+    mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    while tl.atomic_add(mine, 0, sem="acquire", scope="sys") < 1:
+        pass
+    tl.store(dst + at, tl.load(src + at), mask=at < 1)
+
+
+@triton.jit
 def tell_all(flags, dst, rank, W: tl.constexpr, P: tl.constexpr):
     """One flag at every rank, in one instruction; then one look at all own flags until they are set."""
     other = tl.arange(0, P)

@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 LOAD, STORE, DOT, STALL = "load", "store", "dot", "stall"
 SUM, SPREAD = "sum", "spread"  # by a switch
+PREFETCH = "prefetch"
 
 
 class Entry(NamedTuple):
     """what   LOAD or STORE of `amount` bytes in the memory of rank `where`; SUM of as many over all ranks' memories, or
-    SPREAD of them to all; DOT of `amount` operations in dtype `where`; STALL, `amount` loads that nothing hid
+    SPREAD of them to all; PREFETCH of as many of the own memory; DOT of `amount` operations in dtype `where`; STALL,
+    `amount` loads that nothing hid
     key    first address and extent of a load, by which the cache knows it again"""
 
     what: str
@@ -36,6 +38,10 @@ class Account:
         if nbytes:
             self.entries.append(Entry(LOAD, rank, nbytes, key))
             self._waiting = True
+
+    def prefetch(self, nbytes: int) -> None:
+        """Into the cache, which nothing waits for."""
+        self.entries.append(Entry(PREFETCH, "", nbytes))
 
     def sum(self, nbytes: int) -> None:
         """A load by a multicast address."""

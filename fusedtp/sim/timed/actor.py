@@ -35,6 +35,9 @@ class Actor:
         self.last = cause  # index of its last segment, or of the one that let it start
         self.pending = 0  # transfers without which it does not go on
         self.flying = 0  # parts of its stores that have not landed
+        self.ahead = 0  # bytes that it has prefetched and not loaded
+        self.coming = 0  # prefetches under way
+        self.awaited = 0  # of them those without which it does not go on
         self.landing = False  # it waits for them
         self.away = False  # the last segment moved something over a link
         self.polled: dict[int, int] = {}  # value that it saw last, by address, since it did anything else

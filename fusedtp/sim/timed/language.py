@@ -22,6 +22,8 @@ from .masks import Mask, broadcast
 from .shapes import Shapes
 from .values import Tile
 
+LINE = 128  # bytes of a cache
+
 
 class Runtime(Protocol):
     """What the language asks of the engine. Addresses are of bytes."""
@@ -184,10 +186,13 @@ class Language(Shapes):
         return None
 
     def inline_asm_elementwise(self, asm: str, constraints: str, args: Sequence[Any], *_: Any, **__: Any) -> Any:
-        """Of PTX only multimem counts, whose last argument says which lanes take part. It gives a word a lane.
+        """Of PTX only prefetches count, and multimem, whose last argument says which lanes take part: a word a lane.
 
         Time stands still for a kernel that reads the clock, so no wait gives up.
         """
+        if asm.startswith("prefetch.global.L2"):
+            self._runtime.account.prefetch(LINE * args[0].size)
+            return 0
         found = re.search(r"multimem\.(ld_reduce|st)\.\S*?v(\d)\.\w*?(16x2|32)\b", asm)
         if found is None:
             return 0

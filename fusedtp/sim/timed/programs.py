@@ -3,6 +3,7 @@
 segment   what a program did until it met others (an atomic, a volatile load, a store after products, its end):
           latencies of loads that nothing hid, plus max(products / rate of an SM, bytes / bandwidth of an SM), or
           longer if what it loads arrives later
+prefetch  leaves at once; the next loads of its program that miss the cache find as many bytes there, or wait for them
 store     leaves at once and holds its part of memory and links; a release waits until all stores of the program
           have landed, and its flag is seen a link's latency later
 """
@@ -73,6 +74,10 @@ class Programs:
         begin, me.pending = turns.now, 1
         arrived = partial(self._arrived, me)
         turns.later(cost.alone, arrived)
+        found = min(me.ahead, cost.missed)
+        if found:
+            cost.missed, me.ahead = cost.missed - found, me.ahead - found
+            me.pending, me.awaited = me.pending + me.coming, me.coming
         for share, nbytes in self._traffic.loads(me.rank, cost):
             me.pending += 1
             share.add(nbytes, cost.alone, arrived)
@@ -80,6 +85,10 @@ class Programs:
             me.flying += 1
             landed = partial(self._landed, me)
             share.add(nbytes, cost.alone, partial(turns.later, latency, landed))
+        if cost.prefetched:
+            me.ahead, me.coming = me.ahead + cost.prefetched, me.coming + 1
+            share, nbytes, alone = self._traffic.prefetch(me.rank, cost)
+            share.add(nbytes, alone, partial(self._came, me))
         turns.block()
         me.away = cost.away(me.rank)
         turns.segment(COMPUTE if cost.products else SEND if me.away else MEMORY, begin, me.last)
@@ -88,6 +97,13 @@ class Programs:
         actor.pending -= 1
         if not actor.pending:
             self._turns.go(actor)
+
+    def _came(self, actor: Actor) -> None:
+        """A prefetch has."""
+        actor.coming -= 1
+        if actor.awaited:
+            actor.awaited -= 1
+            self._arrived(actor)
 
     def _landed(self, actor: Actor) -> None:
         actor.flying -= 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..faults import UnsupportedKernel
-from .account import DOT, SPREAD, STALL, STORE, SUM, Entry
+from .account import DOT, PREFETCH, SPREAD, STALL, STORE, SUM, Entry
 from .actor import Gpu
 from .node import Node
 from .share import Share
@@ -18,6 +18,7 @@ class Cost:
     """alone       seconds if nothing is shared
     products    seconds of them in products
     missed      bytes of loads from the own memory that the cache does not have
+    prefetched  bytes of it that nothing waits for
     loaded      bytes from other ranks' memories, by rank
     stored      bytes to all ranks' memories, by rank
     summed      bytes that a switch sums over all ranks' memories
@@ -27,6 +28,7 @@ class Cost:
     alone: float = 0.0
     products: float = 0.0
     missed: int = 0
+    prefetched: int = 0
     loaded: Counter[int] = field(default_factory=Counter)
     stored: Counter[int] = field(default_factory=Counter)
     summed: int = 0
@@ -57,6 +59,8 @@ class Traffic:
                 gpu.flops += amount
             elif what == STALL:
                 stalls += amount
+            elif what == PREFETCH:
+                cost.prefetched += amount
             else:
                 moved += amount
                 owner = int(where or 0)
@@ -109,6 +113,10 @@ class Traffic:
             for gpu in self._gpus:
                 yield gpu.memory, cost.spread, self._node.link_latency
                 yield gpu.ingress, cost.spread, self._node.link_latency
+
+    def prefetch(self, rank: int, cost: Cost) -> tuple[Share, int, float]:
+        """The transfer, and how long it takes if it is alone."""
+        return self._gpus[rank].memory, cost.prefetched, cost.prefetched / self._node.sm_bandwidth
 
     def copy(self, rank: int, source: int, to: int, nbytes: int) -> list[Share]:
         """What a copy by this rank's engines goes through."""

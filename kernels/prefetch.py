@@ -1,0 +1,36 @@
+"""Weights on their way into the cache while a program still waits for peers.
+
+What a kernel that gathers few rows takes is what its weights take to come from memory, and while it waits for rows no
+load is under way. So each program first names the begin of one block of a weight, whoever will multiply it: all SMs
+have one L2 cache. A program names no more than memory brings during such a wait. A prefetch returns nothing, orders
+nothing and changes no memory: without it a kernel is slower, and that is all.
+
+PTX ISA 8.8, section 9.7.9.15 (prefetch).
+"""
+
+import triton.language as tl
+
+from .tiles import INTERPRETED, inline, to_int64
+
+LINE = tl.constexpr(128)  # bytes that a prefetch brings
+LINES = tl.constexpr(512)  # of a program: 64 KiB
+MOST_ROWS = tl.constexpr(32)  # of x, for which it pays: what more rows take to travel would wait for the weights
+
+
+@inline
+def prefetch_rows(w, first, width, stride_wn, stride_wk, K, BLOCK_N: tl.constexpr, CLOCK: tl.constexpr):
+    """Ask for the first columns of rows first, ..., first + BLOCK_N - 1 of w [width, K], if its rows are contiguous.
+
+    first   may lie outside: then nothing is asked for
+    CLOCK   of `Peers`: on "cuda" alone there is such an instruction
+    """
+    if CLOCK == "cuda" and not INTERPRETED:
+        EACH: tl.constexpr = LINES // BLOCK_N
+        STEP: tl.constexpr = LINE * 8 // w.dtype.element_ty.primitive_bitwidth
+        if (stride_wk == 1) & (K > 0) & (first >= 0) & (first < width):
+            rows = tl.minimum(first + tl.arange(0, BLOCK_N), width - 1)
+            cols = tl.minimum(tl.arange(0, EACH) * STEP, K - 1)
+            at = w + (to_int64(rows) * stride_wn)[:, None] + cols[None, :]
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+            )
