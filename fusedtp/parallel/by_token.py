@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from numbers import Number
@@ -29,6 +30,7 @@ ELEMENTWISE = names("rsqrt sqrt square abs reciprocal neg sigmoid tanh float hal
 WITH_NUMBERS = names("pow clamp clamp_min clamp_max")
 OVER_FEATURES = names("mean var")
 NORMS = names("layer_norm rms_norm")
+_PARSING = threading.Lock()  # Python 3.11's parser fails where two threads are in it (python/cpython 106905)
 MODULES: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
 
 
@@ -67,7 +69,8 @@ def _read(function: Any, cls: type, within: tuple[Any, ...] = ()) -> Text | None
     if hasattr(function, "__wrapped__") or function.__closure__:
         return None  # the text would be another's, or have names that are not its module's
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        with _PARSING:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         runs = _is_what_runs(function)
     except (OSError, SyntaxError):
         return None

@@ -1,9 +1,12 @@
 """What the text of a forward shows: norms treat tokens alike, and what might not is refused."""
 
+import ast
 import copy
 import functools
 import importlib.util
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 import fusedtp
 from fusedtp.comm import communicator
 from fusedtp.ops.rows import split
-from fusedtp.parallel.by_token import by_token
+from fusedtp.parallel.by_token import _read, by_token
 from fusedtp.parallel.token_shard import Tokens, TokenShard
 from tests.harness import world
 
@@ -291,6 +294,24 @@ def test_norms_of_transformers_treat_tokens_alike():
 @pytest.mark.parametrize("cls", APART)
 def test_what_may_tell_tokens_apart_is_refused(cls):
     assert by_token(cls(4) if issubclass(cls, (Norm, nn.BatchNorm1d)) else cls()) is None
+
+
+def test_ranks_that_are_threads_parse_one_after_another(monkeypatch):
+    parse, parsing, together = ast.parse, [], []
+
+    def slow(text: str, *how: Any, **more: Any) -> ast.AST:
+        parsing.append(text)
+        time.sleep(0.05)
+        together.append(len(parsing))
+        parsing.pop()
+        return parse(text, *how, **more)
+
+    monkeypatch.setattr(ast, "parse", slow)
+    _read.cache_clear()
+    modules = [Norm(), OfGemma(), OfT5(), Centred()]
+    with ThreadPoolExecutor(len(modules)) as pool:
+        assert all(pool.map(by_token, modules))
+    assert len(together) >= len(modules) and set(together) == {1}
 
 
 def test_what_the_instance_has_of_its_own_is_refused():
