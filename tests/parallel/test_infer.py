@@ -234,6 +234,64 @@ def test_layers_that_differ_are_named_one_by_one():
     assert plan["h.*.mlp.0"] == "colwise" and "h.1.attn.c_attn" in whole
 
 
+class Largest(nn.Module):
+    """Of each token the largest half of the features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x >= x.median(dim=-1, keepdim=True).values)
+
+
+def test_what_was_changed_after_construction_is_what_is_tried():
+    model: Any = gpt2()
+    for block in model.transformer.h:
+        block.mlp.act = Largest()
+    plan, whole = infer(model, 2)
+    assert not any("mlp" in name for name in plan) and "transformer.h.*.mlp.c_fc" in whole
+    assert plan["transformer.h.*.attn.c_attn"] == "conv1d_packed_colwise_3"
+
+
+class OwnConfig(transformers.PretrainedConfig):
+    model_type = "own"
+
+    def __init__(self, num_hidden_layers: int = 4, **more: Any) -> None:
+        super().__init__(**more)
+        self.num_hidden_layers, self.num_attention_heads, self.vocab_size = num_hidden_layers, 4, 50
+
+
+class OwnMlp(nn.Module):
+    def __init__(self, normalized: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.normalized = nn.Linear(32, 48), nn.Linear(48, 32), normalized
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x).sin()
+        return self.down(nn.functional.normalize(x, dim=-1) if self.normalized else x)
+
+
+class OwnModel(transformers.PreTrainedModel):
+    config_class, main_input_name = OwnConfig, "input_ids"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.table = nn.Embedding(config.vocab_size, 32)
+        self.layers = nn.ModuleList(OwnMlp(i == 3) for i in range(config.num_hidden_layers))
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_a_layer_that_a_small_copy_lacks_is_tried():
+    plan, whole = infer(OwnModel(OwnConfig()), 2)
+    assert {name for name in plan if "layers" in name} == {
+        f"layers.{i}.{end}" for i in range(3) for end in ("up", "down")
+    }
+    assert "layers.3.up" in whole
+
+
 def test_numbers_that_happen_to_equal_a_width_are_left_alone(monkeypatch: pytest.MonkeyPatch):
     kind = transformers.models.gpt2.modeling_gpt2.GPT2Attention
     begin = kind.__init__
