@@ -34,6 +34,7 @@ from .twin import NoTwin, twin_of
 LARGEST = 500_000_000
 LARGEST_MODEL = 20_000_000
 BATCH, LENGTH = 2, 5
+NEEDS = " needs "
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 COUNTS_HEADS = re.compile(r"(?!.*(dim|size|width|group)).*head.*")
 # Attributes that may equal a width and count something else.
@@ -150,7 +151,7 @@ class Search:
             needed = ", ".join(p.name for p in _required(module))
             for child, inner in module.named_modules():
                 if is_linear(inner):
-                    self.why[_join(name, child)] = f"{type(module).__name__} needs {needed or 'inputs'}"
+                    self.why[_join(name, child)] = f"{type(module).__name__}{NEEDS}{needed or 'inputs'}"
         for child, inner in module.named_children():
             yield from self._observed(_join(name, child), inner)
 
@@ -169,7 +170,7 @@ class Search:
                 self.words.update(found)
                 return
             for name in (*columns, row):
-                self.why[name] = verdict.why
+                self.why[name] = _telling(self.why.get(name, ""), verdict.why)
 
     def _columns(self, seen: Seen, row: str, x: Tensor) -> list[list[str]]:
         """Groups of layers with one input, the latest first, whose features the row may take."""
@@ -215,7 +216,7 @@ class Search:
             fault = trial.verdict({**taken, **words})
             if not fault:
                 return Verdict(words)
-            why = why or f"split over {self.world_size} ranks, {fault}"
+            why = _telling(why, f"split over {self.world_size} ranks, {fault}")
         return Verdict({}, why)
 
     def _trial(self, seen: Seen, copied: nn.Module, unit: str) -> Trial | str:
@@ -235,20 +236,22 @@ class Search:
     # --- conclude --------------------------------------------------------------------------------------------
 
     def _conclude(self, seen: Seen) -> None:
-        """Prove all together. What breaks the whole is dropped, the last first; then embedding and head are added."""
+        """Prove all together, else kind by kind, without what breaks the whole; then add embedding and head."""
         trial = Trial(
-            random_copy(self.model), seen.inputs[""], self.world_size, parts=True,
+            random_copy(self.model), seen.inputs[""], self.world_size, parts=False,
             sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
-        while self.words:
-            fault = trial.verdict(self.words)
-            if not fault:
-                break
-            unit, _ = self.units[-1]
-            for dropped in [each for each in self.units if generic(each[0]) == generic(unit)]:
-                self.units.remove(dropped)
-                self.why.update(dict.fromkeys(dropped[1], f"the whole model, split, is not the same: {fault}"))
-            self.words = {name: word for _, found in self.units for name, word in found.items()}
+        if self.words and trial.verdict(self.words):
+            kinds: dict[tuple[str, ...], dict[str, str]] = {}
+            for _, found in self.units:
+                kinds.setdefault(tuple(map(generic, found)), {}).update(found)
+            self.words = {}
+            for found in kinds.values():
+                fault = trial.verdict({**self.words, **found})
+                if fault:
+                    self.why.update(dict.fromkeys(found, f"the whole model, split, is not the same: {fault}"))
+                else:
+                    self.words.update(found)
         self.concluded = True
         if not self.words:
             return
@@ -491,6 +494,15 @@ def _fingerprint(module: nn.Module) -> tuple[Any, ...]:
         )
         for name, each in module.named_modules()
     )
+
+
+def _telling(first: str, second: str) -> str:
+    """Of two reasons the one that says more: values that differ, or what ranks cannot share, not an error of torch."""
+
+    def says(why: str) -> int:
+        return 0 if NEEDS in why else 1 if re.search(r"\b(?!ValueError)\w+(Error|Exception): ", why) else 2
+
+    return second if not first or says(second) > says(first) else first
 
 
 def _of_lists(name: str, named: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,8 +177,9 @@ class Trial:
         self.module, self.inputs, self.world_size = module, inputs, world_size
         self.sequence_parallel, self.parts = sequence_parallel, parts
         self.whole = Call(_sharing(module))
+        self.weights: list[Tensor] = []
         with Decisions() as self.decisions:
-            self.want, self.input_gradients = _run(self.whole, inputs)
+            self.want, self.input_gradients = _run(self.whole, inputs, self._drawn)
         if not self.want or not all(bool(x.isfinite().all()) for x in self.want[:1]):
             raise ValueError("alone and with random weights it makes no finite output")
 
@@ -205,7 +206,7 @@ class Trial:
         if self.sequence_parallel:
             split.shares = (communicator(group).name, rank, self.world_size)
         with Decisions() as decisions:
-            got, input_gradients = _run(split, self.inputs)
+            got, input_gradients = _run(split, self.inputs, lambda i, x: self._weights_of(i, x, rank))
         fault = self._outputs(got, rank) or self._gradients(split, ways, rank)
         fault = fault or decisions.differ(self.decisions)
         for i, (a, b) in enumerate(zip(input_gradients, self.input_gradients, strict=True)):
@@ -223,6 +224,17 @@ class Trial:
             if fault:
                 return fault
         return ""
+
+    def _drawn(self, i: int, x: Tensor) -> Tensor:
+        """What each output counts in the sum that backward starts from."""
+        self.weights.append(torch.randn(x.shape, generator=torch.Generator().manual_seed(2 + i)))
+        return self.weights[-1]
+
+    def _weights_of(self, i: int, x: Tensor, rank: int) -> Tensor:
+        """The same of a rank's output; zero for one that is wrong anyway."""
+        found = self.weights[i] if i < len(self.weights) else torch.zeros_like(x)
+        found = found if i == 0 else self._part(x, found, rank)
+        return found if found.shape == x.shape else torch.zeros_like(x)
 
     def _part(self, got: Tensor, want: Tensor, rank: int) -> Tensor:
         """The part of an output that a rank may return."""
@@ -249,14 +261,15 @@ class Trial:
         return ""
 
 
-def _run(module: Call, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
-    """Floating-point outputs, after a backward through the first, and gradients of inputs."""
+def _run(module: Call, inputs: Inputs, weights: Callable[[int, Tensor], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Floating-point outputs, after a backward through all of them, and gradients of inputs."""
     fresh = inputs.fresh()
     with torch.enable_grad():
         found = _floats(module(*fresh.args, **fresh.kwargs))
-    if found and found[0].requires_grad:
-        weights = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(2))
-        (found[0] * weights).sum().backward()
+        counted = [(x, weights(i, x)) for i, x in enumerate(found)]
+        loss = sum((x * weight).sum() for x, weight in counted if x.requires_grad and bool(x.isfinite().all()))
+    if isinstance(loss, Tensor):
+        loss.backward()
     return [x.detach() for x in found], fresh.gradients()
 
 

@@ -292,6 +292,96 @@ def test_a_layer_that_a_small_copy_lacks_is_tried():
     assert "layers.3.up" in whole
 
 
+class ReturningAttention(nn.Module):
+    """Returns what `more` makes of its keys, values and weights, too."""
+
+    def __init__(self, more: Callable[..., Any]) -> None:
+        super().__init__()
+        self.more, self.n_head = more, 4
+        self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (y.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        weights = (q @ k.mT).softmax(-1)
+        return self.proj((weights @ v).transpose(1, 2).flatten(2)), self.more(k, v, weights)
+
+
+class Returning(nn.Module):
+    """Attention and an MLP, in modules of their own or in the model itself."""
+
+    def __init__(self, more: Callable[..., Any], nested: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 32), nn.Linear(32, 50)
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+        if nested:
+            self.attention = ReturningAttention(more)
+        else:
+            self.more, self.n_head = more, 4
+            self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.table(ids)
+        y, more = self.attention(x) if hasattr(self, "attention") else ReturningAttention.forward(self, x)  # type: ignore[arg-type]
+        x = x + y
+        return self.head(x + self.down(self.up(x).sin())), more
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("more", [lambda k, v, weights: (k, v), lambda k, v, weights: torch.stack([weights, weights])])
+def test_outputs_of_which_ranks_have_a_part_are_not_split(more: Callable[..., Any], nested: bool):
+    plan, whole = infer(Returning(more, nested), 2)
+    where = "attention." if nested else ""
+    assert not {f"{where}qkv", f"{where}proj"} & plan.keys()
+    assert re.search("output 1 is .* instead of", whole[f"{where}qkv"])
+    assert not nested or {"up", "down"} <= plan.keys(), "what does not show in these outputs is split nevertheless"
+
+
+class Normalizing(nn.Module):
+    """Two MLPs, each of which needs all hidden features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up1, self.down1, self.up2, self.down2 = (nn.Linear(a, b) for a, b in [(24, 40), (40, 24)] * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down1(nn.functional.normalize(self.up1(x), dim=-1))
+        return self.down2(nn.functional.normalize(self.up2(x), dim=-1))
+
+
+def test_the_reason_is_not_that_of_a_later_attempt_which_could_not_work():
+    assert "output 0 is off by" in infer(Normalizing(), 2).whole["up1"]
+
+
+class Zeroing(torch.autograd.Function):
+    """The same values; a gradient without the features of the first half."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        half = gradient.shape[-1] // 2
+        return torch.cat([torch.zeros_like(gradient[..., :half]), gradient[..., half:]], -1)
+
+
+class Penalized(nn.Module):
+    """A second output, of the hidden features, whose values ranks agree on and whose gradients they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.up(x)
+        return self.down(h), self.down(Zeroing.apply(h))
+
+
+def test_gradients_of_all_outputs_are_compared():
+    found = infer(Penalized(), 2)
+    assert not found.plan and "gradient" in found.whole["up"]
+
+
 def test_numbers_that_happen_to_equal_a_width_are_left_alone(monkeypatch: pytest.MonkeyPatch):
     kind = transformers.models.gpt2.modeling_gpt2.GPT2Attention
     begin = kind.__init__
