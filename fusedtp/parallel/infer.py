@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from .local_view import INPUT, features_of, is_conv1d, is_linear, local_view, names_in
 from .plan import generic, matches, parent_of, refuse
 from .proof import _seeding
-from .trial import Inputs, Trial, random_copy
+from .trial import Inputs, Trial, random_copy, sharing
 from .twin import NoTwin, twin_of
 
 # Above so many elements a module is not run as a whole: its children are.
@@ -144,7 +144,7 @@ class Search:
         if elements <= (LARGEST if name else LARGEST_MODEL) and not isinstance(module, CONTAINERS[:2]):
             copied = random_copy(module)
             for guess in _guesses(module):
-                seen = _observe(name, copied, guess)
+                seen = _observe(name, sharing(copied), guess)
                 if seen is not None:
                     yield seen, copied
                     return
@@ -237,10 +237,13 @@ class Search:
 
     def _conclude(self, seen: Seen) -> None:
         """Prove all together, else kind by kind, without what breaks the whole; then add embedding and head."""
-        trial = Trial(
-            random_copy(self.model), seen.inputs[""], self.world_size, parts=False,
-            sequence_parallel=self.sequence_parallel,
-        )  # fmt: skip
+        try:
+            trial = Trial(
+                random_copy(self.model), seen.inputs[""], self.world_size, parts=False,
+                sequence_parallel=self.sequence_parallel,
+            )  # fmt: skip
+        except Exception:  # its units ran, but it has no output to compare
+            return
         if self.words and trial.verdict(self.words):
             kinds: dict[tuple[str, ...], dict[str, str]] = {}
             for _, found in self.units:

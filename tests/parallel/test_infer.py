@@ -2,7 +2,9 @@
 
 import copy
 import re
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -475,3 +477,109 @@ def test_code_that_decides_by_a_part_of_an_activation_stays_whole(decide):
 def test_code_that_decides_by_what_all_ranks_have_is_split(decide):
     model = Deciding(decide)
     fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(copy.deepcopy(model), group))
+
+
+class Hidden(nn.Module):
+    """An MLP; `change` is what it does to its hidden features."""
+
+    amax: Tensor
+
+    def __init__(self, change: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.change, self.dropout = nn.Linear(24, 40), nn.Linear(40, 24), change, 0.5
+        self.register_buffer("amax", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.change(self, self.up(x)))
+
+
+def clipped(mlp: Hidden, h: Tensor) -> Tensor:
+    return h * (60 / h.norm(dim=-1, keepdim=True)).clamp(max=1)
+
+
+def normalized_in_training(mlp: Hidden, h: Tensor) -> Tensor:
+    return nn.functional.normalize(h, dim=-1) if mlp.training else h
+
+
+def observed(mlp: Hidden, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        mlp.amax.copy_(torch.maximum(mlp.amax, h.abs().max()))
+    return h
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (clipped, "large inputs"),
+        (normalized_in_training, "training mode"),
+        (observed, "amax is off"),
+    ],
+)
+def test_what_only_training_large_inputs_or_buffers_show(change: Callable[[Any, Tensor], Tensor], why: str):
+    found = infer(Hidden(change), 2)
+    assert not found.plan and why in found.whole["up"], found
+
+
+def dropped(mlp: Hidden, h: Tensor) -> Tensor:
+    return nn.functional.dropout(h, mlp.dropout, mlp.training)
+
+
+def drawn(mlp: Hidden, h: Tensor) -> Tensor:
+    return h * torch.rand(h.shape[:-1]).unsqueeze(-1) if mlp.training else h
+
+
+@pytest.mark.parametrize("change", [dropped, drawn])
+def test_what_training_draws_does_not_hinder(change: Callable[[Any, Tensor], Tensor]):
+    assert infer(Hidden(change), 2).plan == {"up": "colwise", "down": "rowwise"}
+
+
+def kept(mlp: Any, h: Tensor) -> Tensor:
+    mlp.last = h.sin()
+    return mlp.last
+
+
+def test_a_module_that_keeps_an_activation_is_copied():
+    model = Hidden(kept)
+    for _ in range(2):  # the second time it has run
+        assert infer(model, 2).plan == {"up": "colwise", "down": "rowwise"}
+        model(torch.ones(2, 24))
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class InDataclass(Hidden):
+    def forward(self, x: Tensor) -> Output:
+        return Output(super().forward(x))
+
+
+class InWords(Hidden):
+    def forward(self, x: Tensor) -> str:
+        return str(super().forward(x))
+
+
+class Empty(Hidden):
+    def __init__(self, change: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(change)
+        self.nothing = nn.Parameter(torch.zeros(0, 24))
+
+
+def test_outputs_and_parameters_of_unusual_kinds():
+    split = {"up": "colwise", "down": "rowwise"}
+    assert infer(InDataclass(kept), 2).plan == split
+    assert infer(Empty(kept), 2).plan == split
+    found = infer(InWords(kept), 2)
+    assert not found.plan and "a str of no floating-point tensors" in found.whole["up"]
+
+
+def test_a_model_whose_units_run_and_whose_output_does_not_compare():
+    found = infer(nn.Sequential(OrderedDict(mlp=Hidden(kept), end=Words())), 2)
+    assert found.plan == {"mlp.up": "colwise", "mlp.down": "rowwise"} and "proved alone" in found.whole[""]
+
+
+class Words(nn.Module):
+    def forward(self, x: Tensor) -> str:
+        return str(x)
