@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -132,6 +134,8 @@ class Search:
                     self._as_rows(seen, copied, name, x)
         if whole is not None:
             self._conclude(whole)
+        if not self.concluded:
+            self._drop_shared()
 
     # --- observe ---------------------------------------------------------------------------------------------
 
@@ -263,6 +267,28 @@ class Search:
             if self.words.keys().isdisjoint(tried) and not trial.verdict({**self.words, **tried}):
                 self.words.update(tried)
                 break
+
+    def _drop_shared(self) -> None:
+        """Leave units whole of whose parameters some are used outside of all units, too."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        shared = [each for each in names.values() if len(each) > 1]
+        while True:
+            within = {
+                name: [unit for unit, _ in self.units if name.startswith(_below(unit))]
+                for each in shared
+                for name in each
+            }
+            mixed = [each for each in shared if not all(within[name] for name in each)]
+            bad = {unit: each[0] for each in mixed for name in each for unit in within[name]}
+            if not bad:
+                break
+            for unit, found in self.units:
+                if unit in bad:
+                    self.why.update(dict.fromkeys(found, f"{bad[unit]} is used outside of {unit}, too"))
+            self.units = [each for each in self.units if each[0] not in bad]
+            self.words = {name: word for _, found in self.units for name, word in found.items()}
 
     # --- what it comes to ------------------------------------------------------------------------------------
 
@@ -480,23 +506,53 @@ def _ends(model: Any, named: dict[str, Any], seen: Seen) -> dict[str, str]:
 
 
 SIMPLE = (int, float, str, bool, type(None))
+INDEX = re.compile(r".*(idx|index|layer_(id|number)).*")
 
 
 def _fingerprint(module: nn.Module) -> tuple[Any, ...]:
-    """What two modules of one kind have in common: classes, shapes, settings, but for their number in a stack."""
-    return tuple(
-        (
-            name,
-            type(each),
-            tuple((key, tuple(p.shape)) for key, p in each.named_parameters(recurse=False)),
-            tuple(
-                (key, value)
-                for key, value in each.__dict__.items()
-                if type(value) in SIMPLE and not re.search(r"idx|index|layer_(id|number)", key)
-            ),
-        )
-        for name, each in module.named_modules()
-    )
+    """What two modules of one kind have in common: classes, shapes, settings, functions. Their number in a stack counts
+    where the class's code, but for its __init__, reads it; transformers reads it to find a cache."""
+    found: list[Any] = []
+    for name, each in module.named_modules():
+        kind: Hashable = type(each)
+        reads = _reads(kind)
+        own = [(key, _setting(x)) for key, x in vars(each).items() if not INDEX.fullmatch(key) or key in reads]
+        shapes = [(key, tuple(p.shape)) for key, p in each.named_parameters(recurse=False)]
+        found.append((name, type(each), tuple(shapes), tuple(own)))
+    return tuple(found)
+
+
+def _setting(value: Any) -> Any:
+    """Equal where two modules' attributes are; functions that close over something are equal to themselves only."""
+    if type(value) in SIMPLE:
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_setting, value))
+    if isinstance(value, dict):
+        return tuple((key if isinstance(key, str) else "", _setting(x)) for key, x in value.items())
+    if isinstance(value, partial):
+        return _setting(value.func), _setting(value.args), _setting(value.keywords)
+    if not callable(value) or isinstance(value, nn.Module):
+        return type(value)
+    value = getattr(value, "__func__", value)
+    closed = getattr(value, "__closure__", None) or getattr(value, "__defaults__", None)
+    return id(value) if closed else getattr(value, "__code__", id(value))
+
+
+@cache
+def _reads(kind: Any) -> frozenset[str]:
+    """Names that the code of a class reads after it was made."""
+    theirs = [
+        each for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("builtins", "torch", "transformers")
+    ]
+    todo = [getattr(f, "__code__", None) for each in theirs for key, f in vars(each).items() if key != "__init__"]
+    found: set[str] = set()
+    while todo:
+        code = todo.pop()
+        if isinstance(code, CodeType):
+            found.update(code.co_names)
+            todo += code.co_consts
+    return frozenset(found)
 
 
 def _telling(first: str, second: str) -> str:

@@ -5,6 +5,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import fusedtp
-from fusedtp.parallel.infer import infer
+from fusedtp.parallel.infer import Search, infer
 from fusedtp.parallel.local_view import NarrowInput, names_in
 from fusedtp.parallel.vocab_shard import VocabShard
 from tests.harness import world
@@ -583,3 +584,69 @@ def test_a_model_whose_units_run_and_whose_output_does_not_compare():
 class Words(nn.Module):
     def forward(self, x: Tensor) -> str:
         return str(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, layer_idx: int, act: Any) -> None:
+        super().__init__()
+        self.layer_idx, self.act, self.up, self.down = layer_idx, act, nn.Linear(24, 40), nn.Linear(40, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class Alternating(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.up(x))
+        return self.down(nn.functional.normalize(h, dim=-1) if self.layer_idx % 2 else h)
+
+
+class OfTwoInputs(nn.Module):
+    """Its layers are tried alone."""
+
+    def __init__(self, *layers: nn.Module, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers, self.act = nn.ModuleList(layers), act
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x + y if self.act is None else self.act(x + y)
+
+
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def normalized(x: Tensor) -> Tensor:
+    return nn.functional.normalize(x, dim=-1)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [Alternating(i, torch.sin) for i in range(2)],
+        lambda: [Layer(i, act) for i, act in enumerate([torch.sin, normalized])],
+        lambda: [Layer(i, partial(torch.mul, other=2.0) if i == 0 else partial(normalized)) for i in range(2)],
+        lambda: [Layer(i, (lambda x, f=f: f(x))) for i, f in enumerate([doubled, normalized])],
+    ],
+)
+def test_layers_that_differ_in_a_function_or_by_their_number_are_tried_each(layers: Callable[[], list[nn.Module]]):
+    plan, whole = infer(OfTwoInputs(*layers()), 2)
+    assert plan == {"layers.0.up": "colwise", "layers.0.down": "rowwise"} and "off by" in whole["layers.1.up"]
+
+
+def test_layers_of_one_kind_are_tried_once(monkeypatch: pytest.MonkeyPatch):
+    tried: list[str] = []
+    once = Search._try
+    monkeypatch.setattr(Search, "_try", lambda self, *args: tried.append(args[2]) or once(self, *args))
+    assert infer(OfTwoInputs(*(Layer(i, doubled) for i in range(3))), 2).plan.keys() == {"layers.*.up", "layers.*.down"}
+    assert len(tried) == 1
+
+
+def test_a_parameter_of_split_layers_and_of_what_is_whole():
+    """Its gradient would be summed where it is whole already."""
+    act = nn.PReLU()
+    found = infer(OfTwoInputs(Layer(0, act), Layer(1, doubled), act=act), 2)
+    assert found.plan == {"layers.1.up": "colwise", "layers.1.down": "rowwise"}
+    assert "layers.0.act.weight is used outside of layers.0, too" in found.whole["layers.0.up"]
