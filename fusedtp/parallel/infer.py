@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import CodeType
@@ -514,7 +514,7 @@ def _fingerprint(module: nn.Module) -> tuple[Any, ...]:
     where the class's code, but for its __init__, reads it; transformers reads it to find a cache."""
     found: list[Any] = []
     for name, each in module.named_modules():
-        kind: Hashable = type(each)
+        kind: Any = type(each)
         reads = _reads(kind)
         own = [(key, _setting(x)) for key, x in vars(each).items() if not INDEX.fullmatch(key) or key in reads]
         shapes = [(key, tuple(p.shape)) for key, p in each.named_parameters(recurse=False)]

@@ -502,6 +502,10 @@ def normalized_in_training(mlp: Hidden, h: Tensor) -> Tensor:
     return nn.functional.normalize(h, dim=-1) if mlp.training else h
 
 
+def normalized_and_dropped_in_training(mlp: Hidden, h: Tensor) -> Tensor:
+    return nn.functional.dropout(normalized_in_training(mlp, h), mlp.dropout, mlp.training)
+
+
 def observed(mlp: Hidden, h: Tensor) -> Tensor:
     with torch.no_grad():
         mlp.amax.copy_(torch.maximum(mlp.amax, h.abs().max()))
@@ -513,6 +517,7 @@ def observed(mlp: Hidden, h: Tensor) -> Tensor:
     [
         (clipped, "large inputs"),
         (normalized_in_training, "training mode"),
+        (normalized_and_dropped_in_training, "training mode"),
         (observed, "amax is off"),
     ],
 )
