@@ -18,6 +18,8 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +29,14 @@ from torch.utils._pytree import tree_map
 from .local_view import INPUT, features_of, is_conv1d, is_linear, local_view, names_in
 from .plan import generic, matches, parent_of, refuse
 from .proof import _seeding
-from .trial import Inputs, Trial, random_copy
+from .trial import Inputs, Trial, random_copy, sharing
 from .twin import NoTwin, twin_of
 
 # Above so many elements a module is not run as a whole: its children are.
 LARGEST = 500_000_000
 LARGEST_MODEL = 20_000_000
 BATCH, LENGTH = 2, 5
+NEEDS = " needs "
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 COUNTS_HEADS = re.compile(r"(?!.*(dim|size|width|group)).*head.*")
 # Attributes that may equal a width and count something else.
@@ -131,6 +134,8 @@ class Search:
                     self._as_rows(seen, copied, name, x)
         if whole is not None:
             self._conclude(whole)
+        if not self.concluded:
+            self._drop_shared()
 
     # --- observe ---------------------------------------------------------------------------------------------
 
@@ -143,14 +148,14 @@ class Search:
         if elements <= (LARGEST if name else LARGEST_MODEL) and not isinstance(module, CONTAINERS[:2]):
             copied = random_copy(module)
             for guess in _guesses(module):
-                seen = _observe(name, copied, guess)
+                seen = _observe(name, sharing(copied), guess)
                 if seen is not None:
                     yield seen, copied
                     return
             needed = ", ".join(p.name for p in _required(module))
             for child, inner in module.named_modules():
                 if is_linear(inner):
-                    self.why[_join(name, child)] = f"{type(module).__name__} needs {needed or 'inputs'}"
+                    self.why[_join(name, child)] = f"{type(module).__name__}{NEEDS}{needed or 'inputs'}"
         for child, inner in module.named_children():
             yield from self._observed(_join(name, child), inner)
 
@@ -169,7 +174,7 @@ class Search:
                 self.words.update(found)
                 return
             for name in (*columns, row):
-                self.why[name] = verdict.why
+                self.why[name] = _telling(self.why.get(name, ""), verdict.why)
 
     def _columns(self, seen: Seen, row: str, x: Tensor) -> list[list[str]]:
         """Groups of layers with one input, the latest first, whose features the row may take."""
@@ -215,7 +220,7 @@ class Search:
             fault = trial.verdict({**taken, **words})
             if not fault:
                 return Verdict(words)
-            why = why or f"split over {self.world_size} ranks, {fault}"
+            why = _telling(why, f"split over {self.world_size} ranks, {fault}")
         return Verdict({}, why)
 
     def _trial(self, seen: Seen, copied: nn.Module, unit: str) -> Trial | str:
@@ -235,20 +240,25 @@ class Search:
     # --- conclude --------------------------------------------------------------------------------------------
 
     def _conclude(self, seen: Seen) -> None:
-        """Prove all together. What breaks the whole is dropped, the last first; then embedding and head are added."""
-        trial = Trial(
-            random_copy(self.model), seen.inputs[""], self.world_size, parts=True,
-            sequence_parallel=self.sequence_parallel,
-        )  # fmt: skip
-        while self.words:
-            fault = trial.verdict(self.words)
-            if not fault:
-                break
-            unit, _ = self.units[-1]
-            for dropped in [each for each in self.units if generic(each[0]) == generic(unit)]:
-                self.units.remove(dropped)
-                self.why.update(dict.fromkeys(dropped[1], f"the whole model, split, is not the same: {fault}"))
-            self.words = {name: word for _, found in self.units for name, word in found.items()}
+        """Prove all together, else kind by kind, without what breaks the whole; then add embedding and head."""
+        try:
+            trial = Trial(
+                random_copy(self.model), seen.inputs[""], self.world_size, parts=False,
+                sequence_parallel=self.sequence_parallel,
+            )  # fmt: skip
+        except Exception:  # its units ran, but it has no output to compare
+            return
+        if self.words and trial.verdict(self.words):
+            kinds: dict[tuple[str, ...], dict[str, str]] = {}
+            for _, found in self.units:
+                kinds.setdefault(tuple(map(generic, found)), {}).update(found)
+            self.words = {}
+            for found in kinds.values():
+                fault = trial.verdict({**self.words, **found})
+                if fault:
+                    self.why.update(dict.fromkeys(found, f"the whole model, split, is not the same: {fault}"))
+                else:
+                    self.words.update(found)
         self.concluded = True
         if not self.words:
             return
@@ -257,6 +267,28 @@ class Search:
             if self.words.keys().isdisjoint(tried) and not trial.verdict({**self.words, **tried}):
                 self.words.update(tried)
                 break
+
+    def _drop_shared(self) -> None:
+        """Leave units whole of whose parameters some are used outside of all units, too."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        shared = [each for each in names.values() if len(each) > 1]
+        while True:
+            within = {
+                name: [unit for unit, _ in self.units if name.startswith(_below(unit))]
+                for each in shared
+                for name in each
+            }
+            mixed = [each for each in shared if not all(within[name] for name in each)]
+            bad = {unit: each[0] for each in mixed for name in each for unit in within[name]}
+            if not bad:
+                break
+            for unit, found in self.units:
+                if unit in bad:
+                    self.why.update(dict.fromkeys(found, f"{bad[unit]} is used outside of {unit}, too"))
+            self.units = [each for each in self.units if each[0] not in bad]
+            self.words = {name: word for _, found in self.units for name, word in found.items()}
 
     # --- what it comes to ------------------------------------------------------------------------------------
 
@@ -474,23 +506,62 @@ def _ends(model: Any, named: dict[str, Any], seen: Seen) -> dict[str, str]:
 
 
 SIMPLE = (int, float, str, bool, type(None))
+INDEX = re.compile(r".*(idx|index|layer_(id|number)).*")
 
 
 def _fingerprint(module: nn.Module) -> tuple[Any, ...]:
-    """What two modules of one kind have in common: classes, shapes, settings, but for their number in a stack."""
-    return tuple(
-        (
-            name,
-            type(each),
-            tuple((key, tuple(p.shape)) for key, p in each.named_parameters(recurse=False)),
-            tuple(
-                (key, value)
-                for key, value in each.__dict__.items()
-                if type(value) in SIMPLE and not re.search(r"idx|index|layer_(id|number)", key)
-            ),
-        )
-        for name, each in module.named_modules()
-    )
+    """What two modules of one kind have in common: classes, shapes, settings, functions. Their number in a stack counts
+    where the class's code, but for its __init__, reads it; transformers reads it to find a cache."""
+    found: list[Any] = []
+    for name, each in module.named_modules():
+        kind: Any = type(each)
+        reads = _reads(kind)
+        own = [(key, _setting(x)) for key, x in vars(each).items() if not INDEX.fullmatch(key) or key in reads]
+        shapes = [(key, tuple(p.shape)) for key, p in each.named_parameters(recurse=False)]
+        found.append((name, type(each), tuple(shapes), tuple(own)))
+    return tuple(found)
+
+
+def _setting(value: Any) -> Any:
+    """Equal where two modules' attributes are; functions that close over something are equal to themselves only."""
+    if type(value) in SIMPLE:
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_setting, value))
+    if isinstance(value, dict):
+        return tuple((key if isinstance(key, str) else "", _setting(x)) for key, x in value.items())
+    if isinstance(value, partial):
+        return _setting(value.func), _setting(value.args), _setting(value.keywords)
+    if not callable(value) or isinstance(value, nn.Module):
+        return type(value)
+    value = getattr(value, "__func__", value)
+    closed = getattr(value, "__closure__", None) or getattr(value, "__defaults__", None)
+    return id(value) if closed else getattr(value, "__code__", id(value))
+
+
+@cache
+def _reads(kind: Any) -> frozenset[str]:
+    """Names that the code of a class reads after it was made."""
+    theirs = [
+        each for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("builtins", "torch", "transformers")
+    ]
+    todo = [getattr(f, "__code__", None) for each in theirs for key, f in vars(each).items() if key != "__init__"]
+    found: set[str] = set()
+    while todo:
+        code = todo.pop()
+        if isinstance(code, CodeType):
+            found.update(code.co_names)
+            todo += code.co_consts
+    return frozenset(found)
+
+
+def _telling(first: str, second: str) -> str:
+    """Of two reasons the one that says more: values that differ, or what ranks cannot share, not an error of torch."""
+
+    def says(why: str) -> int:
+        return 0 if NEEDS in why else 1 if re.search(r"\b(?!ValueError)\w+(Error|Exception): ", why) else 2
+
+    return second if not first or says(second) > says(first) else first
 
 
 def _of_lists(name: str, named: dict[str, Any]) -> str:

@@ -7,8 +7,9 @@
 Code that branches on activations must decide by the same numbers: with other inputs a rank's own part could lead it
 another way. So the numbers behind its decisions are compared too.
 
-Weights are random, since those of a model may hide a fault (a projection that starts at zero). All runs are in
-evaluation mode, fp32, on the CPU.
+Weights are random, since those of a model may hide a fault (a projection that starts at zero). All runs are in fp32 on
+the CPU. The first is in evaluation mode; the second is in training mode without dropout, on inputs so large that what
+clamps or clips is active. Buffers are compared, too. Arguments that the model does not pass are not tried.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,9 @@ from .vocab_shard import VocabShard
 
 # Roundoff of a module with random weights is three orders of magnitude below this, a fault's effect as far above.
 OFF = 1e-3
+# Factor of inputs in the second run, which has more roundoff.
+LOUD = 30.0
+DROPOUTS = re.compile(r"p|.*drop.*")
 # Ranks whose code goes other ways wait for each other.
 TIMEOUT_S = 10.0
 
@@ -56,6 +62,14 @@ class Inputs:
             return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
         return Inputs(*tree_map(leaf, (self.args, self.kwargs)))
+
+    def loud(self) -> Inputs:
+        """The same, large."""
+
+        def louder(x: Any) -> Any:
+            return (x.detach() * LOUD).requires_grad_() if isinstance(x, Tensor) and x.requires_grad else x
+
+        return Inputs(*tree_map(louder, (self.args, self.kwargs)))
 
     def gradients(self) -> list[Tensor]:
         """Of those that require them, in order."""
@@ -96,17 +110,20 @@ def random_copy(module: nn.Module) -> nn.Module:
         if parameter.dim() < 2:
             made = 1 + made / 5
         else:
-            made = made / math.sqrt(max(parameter.numel() // parameter.shape[0], 1))
+            made = made / math.sqrt(max(parameter[:1].numel(), 1))
         return nn.Parameter(made, requires_grad=True)
 
     memo: dict[int, Any] = {id(p): drawn(p) for p in module.parameters() if p.is_floating_point()}
     for buffer in module.buffers():
         if buffer.is_meta:
             memo[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+    for each in module.modules():  # what an earlier forward left
+        kept = [x for x in tree_leaves(vars(each)) if isinstance(x, Tensor) and not x.is_leaf]
+        memo.update({id(x): x.detach().clone() for x in kept})
     return copy.deepcopy(module, memo).cpu().float().eval()
 
 
-def _sharing(module: nn.Module) -> Any:
+def sharing(module: nn.Module) -> Any:
     """A copy of it, its parameters other ones of the same storage."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters()}
     return copy.deepcopy(module, memo)
@@ -164,6 +181,30 @@ class Decisions(TorchFunctionMode):
         return ""
 
 
+@dataclass
+class Run:
+    """The whole module, run in one way.
+
+    trains    in training mode, without dropout
+    off       how far a split one may be from it
+    weights   what each output counts in the sum that backward starts from
+    """
+
+    inputs: Inputs
+    trains: bool
+    off: float
+    want: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    input_gradients: list[Tensor] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    decisions: Decisions = field(default_factory=Decisions)
+
+    def drawn(self, i: int, x: Tensor) -> Tensor:
+        self.weights.append(torch.randn(x.shape, generator=torch.Generator().manual_seed(2 + i)))
+        return self.weights[-1]
+
+
 class Trial:
     """Plans of one module, tried over world_size ranks on the same inputs."""
 
@@ -174,27 +215,55 @@ class Trial:
 
         Raises what the module raises, and ValueError for one without a finite output.
         """
-        self.module, self.inputs, self.world_size = module, inputs, world_size
+        self.module, self.world_size = module, world_size
         self.sequence_parallel, self.parts = sequence_parallel, parts
-        self.whole = Call(_sharing(module))
-        with Decisions() as self.decisions:
-            self.want, self.input_gradients = _run(self.whole, inputs)
-        if not self.want or not all(bool(x.isfinite().all()) for x in self.want[:1]):
+        self.runs = [self._whole(Run(inputs, False, OFF))]
+        if not all(bool(x.isfinite().all()) for x in self.runs[0].want[:1]):
             raise ValueError("alone and with random weights it makes no finite output")
+        loud = Run(inputs.loud(), True, 10 * OFF)
+        try:
+            found, again = self._whole(loud), self._whole(replace(loud, weights=[], decisions=Decisions()))
+        except Exception:  # it does not train alone
+            return
+        pairs = list(zip(found.want, again.want, strict=True))
+        if all(bool(a.isfinite().all()) and not _off("", a, b) for a, b in pairs):  # else it draws numbers
+            self.runs.append(found)
+
+    def _whole(self, run: Run) -> Run:
+        whole = Call(self._copied(run))
+        with run.decisions:
+            run.want, run.input_gradients = _run(whole, run.inputs, run.drawn)
+        run.gradients = {name: p.grad for name, p in whole.named_parameters()}
+        run.buffers = dict(whole.named_buffers())
+        return run
+
+    def _copied(self, run: Run) -> nn.Module:
+        """A copy of the module, of the same parameters, in the mode of a run."""
+        made: nn.Module = sharing(self.module)
+        if run.trains:
+            for each in made.train().modules():
+                drops = [key for key, x in vars(each).items() if type(x) is float and DROPOUTS.fullmatch(key)]
+                vars(each).update(dict.fromkeys(drops, 0.0))
+        return made
 
     def verdict(self, plan: Mapping[str, str]) -> str:
         """Whether the module split by this plan does the same: "", or what is wrong."""
         own = {f"module.{name}".rstrip("."): word for name, word in plan.items()}
-        try:
-            faults = VirtualWorld(self.world_size, timeout_s=TIMEOUT_S).run(lambda group: self._of_rank(group, own))
-        except Exception as error:  # whatever the module's code says to tensors that it does not expect
-            return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return next((fault for fault in faults if fault), "")
+        for run in self.runs:
+            try:
+                world = VirtualWorld(self.world_size, timeout_s=TIMEOUT_S)
+                faults = world.run(partial(self._of_rank, plan=own, run=run))
+            except Exception as error:  # whatever the module's code says to tensors that it does not expect
+                return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            fault = next((fault for fault in faults if fault), "")
+            if fault:
+                return fault + ", in training mode and on large inputs" * run.trains
+        return ""
 
-    def _of_rank(self, group: VirtualGroup, plan: Mapping[str, str]) -> str:
+    def _of_rank(self, group: VirtualGroup, plan: Mapping[str, str], run: Run) -> str:
         rank = group.rank()
         options: dict[str, Any] = {"engine": "collective", "sequence_parallel": self.sequence_parallel}
-        split: Any = Call(_sharing(self.module))
+        split: Any = Call(self._copied(run))
         steps = foreign_steps(split, plan, self.world_size, False, Model(), False, **options)
         ways = {
             f"{step.name}.{key}".lstrip("."): way
@@ -205,24 +274,36 @@ class Trial:
         if self.sequence_parallel:
             split.shares = (communicator(group).name, rank, self.world_size)
         with Decisions() as decisions:
-            got, input_gradients = _run(split, self.inputs)
-        fault = self._outputs(got, rank) or self._gradients(split, ways, rank)
-        fault = fault or decisions.differ(self.decisions)
-        for i, (a, b) in enumerate(zip(input_gradients, self.input_gradients, strict=True)):
-            fault = fault or _off(f"the gradient of input {i}", a, b)
+            got, input_gradients = _run(split, run.inputs, lambda i, x: self._weights(run, i, x, rank))
+        fault = self._outputs(run, got, rank) or self._gradients(run, split, ways, rank)
+        fault = fault or decisions.differ(run.decisions)
+        for i, (a, b) in enumerate(zip(input_gradients, run.input_gradients, strict=True)):
+            fault = fault or _off(f"the gradient of input {i}", a, b, bound=run.off)
+        for name, buffer in split.named_buffers():
+            want = run.buffers.get(name, buffer)
+            if want.shape == buffer.shape:
+                fault = fault or _off(name.removeprefix("module."), buffer.float(), want.float(), bound=run.off)
+        if run.trains:
+            return fault
         with torch.no_grad():
-            fresh = self.inputs.fresh()
+            fresh = run.inputs.fresh()
             again = _floats(split(*fresh.args, **fresh.kwargs))
-        return fault or self._outputs(again, rank)
+        return fault or self._outputs(run, again, rank)
 
-    def _outputs(self, got: list[Tensor], rank: int) -> str:
-        if len(got) != len(self.want):
-            return f"it returns {len(got)} tensors instead of {len(self.want)}"
-        for i, (a, b) in enumerate(zip(got, self.want, strict=True)):
-            fault = _off(f"output {i}", a, b if i == 0 else self._part(a, b, rank))
+    def _outputs(self, run: Run, got: list[Tensor], rank: int) -> str:
+        if len(got) != len(run.want):
+            return f"it returns {len(got)} tensors instead of {len(run.want)}"
+        for i, (a, b) in enumerate(zip(got, run.want, strict=True)):
+            fault = _off(f"output {i}", a, b if i == 0 else self._part(a, b, rank), bound=run.off)
             if fault:
                 return fault
         return ""
+
+    def _weights(self, run: Run, i: int, x: Tensor, rank: int) -> Tensor:
+        """What a rank's output counts; zero for one that is wrong anyway."""
+        found = run.weights[i] if i < len(run.weights) else torch.zeros_like(x)
+        found = found if i == 0 else self._part(x, found, rank)
+        return found if found.shape == x.shape else torch.zeros_like(x)
 
     def _part(self, got: Tensor, want: Tensor, rank: int) -> Tensor:
         """The part of an output that a rank may return."""
@@ -233,8 +314,8 @@ class Trial:
             return want
         return want.chunk(self.world_size, dims[0])[rank]
 
-    def _gradients(self, split: nn.Module, ways: Mapping[str, Way], rank: int) -> str:
-        wanted = {name: p.grad for name, p in self.whole.named_parameters()}
+    def _gradients(self, run: Run, split: nn.Module, ways: Mapping[str, Way], rank: int) -> str:
+        wanted = run.gradients
         least = 1e-3 * max((float(g.abs().max()) for g in wanted.values() if g is not None and g.numel()), default=0.0)
         for name, parameter in split.named_parameters():
             want, got = wanted[name], parameter.grad
@@ -243,33 +324,47 @@ class Trial:
             own = ways[name].part(want, (rank,)) if name in ways else want
             if got is None:
                 got = torch.zeros_like(own)
-            fault = _off(f"the gradient of {name.removeprefix('module.')}", got, own, least)
+            fault = _off(f"the gradient of {name.removeprefix('module.')}", got, own, least, run.off)
             if fault:
                 return fault
         return ""
 
 
-def _run(module: Call, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
-    """Floating-point outputs, after a backward through the first, and gradients of inputs."""
+def _run(module: Call, inputs: Inputs, weights: Callable[[int, Tensor], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Floating-point outputs, after a backward through all of them, and gradients of inputs."""
     fresh = inputs.fresh()
     with torch.enable_grad():
         found = _floats(module(*fresh.args, **fresh.kwargs))
-    if found and found[0].requires_grad:
-        weights = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(2))
-        (found[0] * weights).sum().backward()
+        counted = [(x, weights(i, x)) for i, x in enumerate(found)]
+        loss = sum((x * weight).sum() for x, weight in counted if x.requires_grad and bool(x.isfinite().all()))
+    if isinstance(loss, Tensor):
+        loss.backward()
     return [x.detach() for x in found], fresh.gradients()
 
 
 def _floats(outputs: Any) -> list[Tensor]:
-    whole = [x.full_tensor() if isinstance(x, TokenShard | VocabShard) else x for x in tree_leaves(outputs)]
-    return [x for x in whole if isinstance(x, Tensor) and x.is_floating_point()]
+    """Raises ValueError where there are none."""
+    whole = [x.full_tensor() if isinstance(x, TokenShard | VocabShard) else x for x in _leaves(outputs)]
+    found = [x for x in whole if isinstance(x, Tensor) and x.is_floating_point()]
+    if not found:
+        raise ValueError(f"a {type(outputs).__name__} of no floating-point tensors is what it returns")
+    return found
 
 
-def _off(name: str, got: Tensor, want: Tensor, least: float = 1e-9) -> str:
+def _leaves(outputs: Any) -> list[Any]:
+    """Also of what is in dataclasses."""
+    found: list[Any] = []
+    for x in tree_leaves(outputs):
+        own = is_dataclass(x) and not isinstance(x, type)
+        found += _leaves([getattr(x, each.name) for each in fields(x)]) if own else [x]
+    return found
+
+
+def _off(name: str, got: Tensor, want: Tensor, least: float = 1e-9, bound: float = OFF) -> str:
     """What is wrong with a tensor; ""."""
     if got.shape != want.shape:
         return f"{name} is {tuple(got.shape)} instead of {tuple(want.shape)}"
     if not want.numel():
         return ""
     error = float((got - want).abs().nan_to_num(math.inf).max() / want.abs().max().clamp(min=least))
-    return "" if error <= OFF else f"{name} is off by {error:.1e}"
+    return "" if error <= bound else f"{name} is off by {error:.1e}"

@@ -4,15 +4,23 @@ heads           as many as ranks need, in the model's own proportion of query to
 widths          8 a head, 8 a head times the heads for the hidden size, one and a half of that between
 layers          one of each kind that the configuration lists, two at least
 experts         as many as ranks, of which a token gets two
+
+It is built anew from class and configuration. So each module of the model must have the code of one that stands there
+in the copy: class, forward, hooks, settings. Else there is none, since a proof of the copy would say nothing.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from .local_view import is_linear
+from .plan import generic
 
 
 class NoTwin(Exception):
@@ -60,6 +68,8 @@ def small_fields(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
     for field in ("first_k_dense_replace", "num_dense_layers"):
         if fields.get(field):
             found[field] = 1
+    if fields.get("mlp_only_layers"):
+        found["mlp_only_layers"] = [0]
     if fields.get("qk_rope_head_dim") and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         found["head_dim"] = found["qk_rope_head_dim"]
     if "num_kv_shared_layers" in fields:
@@ -140,9 +150,17 @@ def small_config(config: Any, ranks: int, **more: Any) -> Any:
         made = type(config)(**{**kept, **small, **more})
     except Exception as error:  # a configuration checks itself in its own way
         raise NoTwin(f"no small configuration: {type(error).__name__}: {error}") from error
-    own = config._attn_implementation  # others do not take fp32, or not on a CPU
-    made._attn_implementation = own if own in (None, "eager", "sdpa") else "eager"
+    own = config._attn_implementation  # others of transformers do not take fp32, or not on a CPU
+    made._attn_implementation = own if own in (None, "eager", "sdpa") or _registered(own) else "eager"
     return made
+
+
+def _registered(attention: str) -> bool:
+    """Whether the user's own function computes this attention."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = ALL_ATTENTION_FUNCTIONS.get(attention)
+    return function is not None and "/" not in attention and not _of_library(function)  # a slash: a kernel of the hub
 
 
 def twin_of(model: nn.Module, ranks: int) -> nn.Module:
@@ -164,7 +182,100 @@ def twin_of(model: nn.Module, ranks: int) -> nn.Module:
             for parameter in made.parameters():
                 if parameter.is_floating_point():
                     nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    check_same_code(model, made)
     return made.float().eval()
 
 
 LARGEST = 32_000_000
+# Their hooks and forwards, on one module, leave what it computes as it is.
+LIBRARIES = {"accelerate", "fusedtp", "liger_kernel", "peft", "torch", "transformers"}
+STATES = re.compile(r"training|gradient_checkpointing|name_or_path|forward|_old_forward|_compiled_call_impl|_is_.*")
+
+
+def check_same_code(model: nn.Module, twin: nn.Module) -> None:
+    """Raises NoTwin that names a module of the model which does what none does that stands there in its twin."""
+    there: dict[str, list[nn.Module]] = {}
+    for name, module in twin.named_modules(remove_duplicate=False):
+        there.setdefault(generic(name), []).append(module)
+    quantized = getattr(getattr(model, "config", None), "quantization_config", None) is not None
+    for name, module, layer in _modules(model):
+        small = there.get(generic(name), [])
+        if quantized and any(map(is_linear, small)):
+            continue
+        faults = [_differs(module, layer, each) for each in small]
+        if "" not in faults:
+            why = faults[0] if faults else "no such module"
+            raise NoTwin(f"{name or 'the model'} is not as in a small copy of the same class: {why}")
+
+
+def _modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """(name without adapters, module, itself or what PEFT wrapped in it)."""
+    layer: Any = model
+    while layer is not None and _library(type(layer).__module__) == "peft":
+        layer = getattr(layer, "base_layer", None) or getattr(layer, "original_module", None)
+    if layer is not None:
+        yield name, model, layer
+        for child, inner in layer.named_children():
+            yield from _modules(inner, f"{name}.{child}".strip("."))
+
+
+def _differs(module: nn.Module, layer: nn.Module, small: nn.Module) -> str:
+    """What a module of the model does that this one of the twin does not; ""."""
+    if type(layer) is not type(small):
+        return f"{type(layer).__name__} instead of {type(small).__name__}"
+    if _forward(layer) != _forward(small):
+        return "a forward of its own"
+    stack_layer = sum(map(is_linear, layer.modules())) > 3  # between such layers hidden states are whole for hooks
+    if not stack_layer and not _hooks(module) | _hooks(layer) <= _hooks(small):
+        return "a hook"
+    theirs = _library(type(layer).__module__) == "transformers"  # its layers differ in ways that `small_fields` knows
+    for key, value in layer.__dict__.items():
+        if STATES.fullmatch(key) or (theirs and not callable(value)):
+            continue
+        if key in small.__dict__:
+            same = _setting(value) == _setting(small.__dict__[key])
+        else:
+            same = not callable(value) or not callable(getattr(type(layer), key, None)) or _of_library(value)
+        if not same:
+            return f"another {key}"
+    return ""
+
+
+def _hooks(module: nn.Module) -> set[Any]:
+    kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return {_code(hook) for hooks in kinds for hook in hooks.values() if not _of_library(hook)}
+
+
+def _forward(module: nn.Module) -> Any:
+    """The code of its forward; that below accelerate's, which moves tensors."""
+    own = module.__dict__.get("_old_forward" if hasattr(module, "_hf_hook") else "forward")
+    return _code(type(module).forward if own is None or _of_library(own) else own)
+
+
+def _setting(value: Any) -> Any:
+    """What must not differ between sizes: words, truths and code; numbers and None may."""
+    if isinstance(value, (bool, str)):
+        return value
+    return _code(value) if callable(value) and not isinstance(value, nn.Module) else None
+
+
+def _function(value: Any) -> Any:
+    while isinstance(value, partial):
+        value = value.func
+    return getattr(value, "__func__", value)
+
+
+def _code(value: Callable[..., Any]) -> Any:
+    """Equal for functions of the same source, and for objects of the same class."""
+    value = _function(value)
+    own = value if isinstance(value, type) else type(value)
+    return getattr(value, "__code__", (own, getattr(value, "__qualname__", "")))
+
+
+def _of_library(value: Any) -> bool:
+    value = _function(value)
+    return _library(getattr(value, "__globals__", {}).get("__name__") or type(value).__module__) in LIBRARIES
+
+
+def _library(module: str) -> str:
+    return module.partition(".")[0]

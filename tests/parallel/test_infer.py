@@ -2,7 +2,10 @@
 
 import copy
 import re
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import fusedtp
-from fusedtp.parallel.infer import infer
+from fusedtp.parallel.infer import Search, infer
 from fusedtp.parallel.local_view import NarrowInput, names_in
 from fusedtp.parallel.vocab_shard import VocabShard
 from tests.harness import world
@@ -234,6 +237,154 @@ def test_layers_that_differ_are_named_one_by_one():
     assert plan["h.*.mlp.0"] == "colwise" and "h.1.attn.c_attn" in whole
 
 
+class Largest(nn.Module):
+    """Of each token the largest half of the features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x >= x.median(dim=-1, keepdim=True).values)
+
+
+def test_what_was_changed_after_construction_is_what_is_tried():
+    model: Any = gpt2()
+    for block in model.transformer.h:
+        block.mlp.act = Largest()
+    plan, whole = infer(model, 2)
+    assert not any("mlp" in name for name in plan) and "transformer.h.*.mlp.c_fc" in whole
+    assert plan["transformer.h.*.attn.c_attn"] == "conv1d_packed_colwise_3"
+
+
+class OwnConfig(transformers.PretrainedConfig):
+    model_type = "own"
+
+    def __init__(self, num_hidden_layers: int = 4, **more: Any) -> None:
+        super().__init__(**more)
+        self.num_hidden_layers, self.num_attention_heads, self.vocab_size = num_hidden_layers, 4, 50
+
+
+class OwnMlp(nn.Module):
+    def __init__(self, normalized: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.normalized = nn.Linear(32, 48), nn.Linear(48, 32), normalized
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x).sin()
+        return self.down(nn.functional.normalize(x, dim=-1) if self.normalized else x)
+
+
+class OwnModel(transformers.PreTrainedModel):
+    config_class, main_input_name = OwnConfig, "input_ids"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.table = nn.Embedding(config.vocab_size, 32)
+        self.layers = nn.ModuleList(OwnMlp(i == 3) for i in range(config.num_hidden_layers))
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_a_layer_that_a_small_copy_lacks_is_tried():
+    plan, whole = infer(OwnModel(OwnConfig()), 2)
+    assert {name for name in plan if "layers" in name} == {
+        f"layers.{i}.{end}" for i in range(3) for end in ("up", "down")
+    }
+    assert "layers.3.up" in whole
+
+
+class ReturningAttention(nn.Module):
+    """Returns what `more` makes of its keys, values and weights, too."""
+
+    def __init__(self, more: Callable[..., Any]) -> None:
+        super().__init__()
+        self.more, self.n_head = more, 4
+        self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (y.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        weights = (q @ k.mT).softmax(-1)
+        return self.proj((weights @ v).transpose(1, 2).flatten(2)), self.more(k, v, weights)
+
+
+class Returning(nn.Module):
+    """Attention and an MLP, in modules of their own or in the model itself."""
+
+    def __init__(self, more: Callable[..., Any], nested: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 32), nn.Linear(32, 50)
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+        if nested:
+            self.attention = ReturningAttention(more)
+        else:
+            self.more, self.n_head = more, 4
+            self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.table(ids)
+        y, more = self.attention(x) if hasattr(self, "attention") else ReturningAttention.forward(self, x)  # type: ignore[arg-type]
+        x = x + y
+        return self.head(x + self.down(self.up(x).sin())), more
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("more", [lambda k, v, weights: (k, v), lambda k, v, weights: torch.stack([weights, weights])])
+def test_outputs_of_which_ranks_have_a_part_are_not_split(more: Callable[..., Any], nested: bool):
+    plan, whole = infer(Returning(more, nested), 2)
+    where = "attention." if nested else ""
+    assert not {f"{where}qkv", f"{where}proj"} & plan.keys()
+    assert re.search("output 1 is .* instead of", whole[f"{where}qkv"])
+    assert not nested or {"up", "down"} <= plan.keys(), "what does not show in these outputs is split nevertheless"
+
+
+class Normalizing(nn.Module):
+    """Two MLPs, each of which needs all hidden features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up1, self.down1, self.up2, self.down2 = (nn.Linear(a, b) for a, b in [(24, 40), (40, 24)] * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down1(nn.functional.normalize(self.up1(x), dim=-1))
+        return self.down2(nn.functional.normalize(self.up2(x), dim=-1))
+
+
+def test_the_reason_is_not_that_of_a_later_attempt_which_could_not_work():
+    assert "output 0 is off by" in infer(Normalizing(), 2).whole["up1"]
+
+
+class Zeroing(torch.autograd.Function):
+    """The same values; a gradient without the features of the first half."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        half = gradient.shape[-1] // 2
+        return torch.cat([torch.zeros_like(gradient[..., :half]), gradient[..., half:]], -1)
+
+
+class Penalized(nn.Module):
+    """A second output, of the hidden features, whose values ranks agree on and whose gradients they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.up(x)
+        return self.down(h), self.down(Zeroing.apply(h))
+
+
+def test_gradients_of_all_outputs_are_compared():
+    found = infer(Penalized(), 2)
+    assert not found.plan and "gradient" in found.whole["up"]
+
+
 def test_numbers_that_happen_to_equal_a_width_are_left_alone(monkeypatch: pytest.MonkeyPatch):
     kind = transformers.models.gpt2.modeling_gpt2.GPT2Attention
     begin = kind.__init__
@@ -327,3 +478,180 @@ def test_code_that_decides_by_a_part_of_an_activation_stays_whole(decide):
 def test_code_that_decides_by_what_all_ranks_have_is_split(decide):
     model = Deciding(decide)
     fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(copy.deepcopy(model), group))
+
+
+class Hidden(nn.Module):
+    """An MLP; `change` is what it does to its hidden features."""
+
+    amax: Tensor
+
+    def __init__(self, change: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.change, self.dropout = nn.Linear(24, 40), nn.Linear(40, 24), change, 0.5
+        self.register_buffer("amax", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.change(self, self.up(x)))
+
+
+def clipped(mlp: Hidden, h: Tensor) -> Tensor:
+    return h * (60 / h.norm(dim=-1, keepdim=True)).clamp(max=1)
+
+
+def normalized_in_training(mlp: Hidden, h: Tensor) -> Tensor:
+    return nn.functional.normalize(h, dim=-1) if mlp.training else h
+
+
+def normalized_and_dropped_in_training(mlp: Hidden, h: Tensor) -> Tensor:
+    return nn.functional.dropout(normalized_in_training(mlp, h), mlp.dropout, mlp.training)
+
+
+def observed(mlp: Hidden, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        mlp.amax.copy_(torch.maximum(mlp.amax, h.abs().max()))
+    return h
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (clipped, "large inputs"),
+        (normalized_in_training, "training mode"),
+        (normalized_and_dropped_in_training, "training mode"),
+        (observed, "amax is off"),
+    ],
+)
+def test_what_only_training_large_inputs_or_buffers_show(change: Callable[[Any, Tensor], Tensor], why: str):
+    found = infer(Hidden(change), 2)
+    assert not found.plan and why in found.whole["up"], found
+
+
+def dropped(mlp: Hidden, h: Tensor) -> Tensor:
+    return nn.functional.dropout(h, mlp.dropout, mlp.training)
+
+
+def drawn(mlp: Hidden, h: Tensor) -> Tensor:
+    return h * torch.rand(h.shape[:-1]).unsqueeze(-1) if mlp.training else h
+
+
+@pytest.mark.parametrize("change", [dropped, drawn])
+def test_what_training_draws_does_not_hinder(change: Callable[[Any, Tensor], Tensor]):
+    assert infer(Hidden(change), 2).plan == {"up": "colwise", "down": "rowwise"}
+
+
+def kept(mlp: Any, h: Tensor) -> Tensor:
+    mlp.last = h.sin()
+    return mlp.last
+
+
+def test_a_module_that_keeps_an_activation_is_copied():
+    model = Hidden(kept)
+    for _ in range(2):  # the second time it has run
+        assert infer(model, 2).plan == {"up": "colwise", "down": "rowwise"}
+        model(torch.ones(2, 24))
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class InDataclass(Hidden):
+    def forward(self, x: Tensor) -> Output:
+        return Output(super().forward(x))
+
+
+class InWords(Hidden):
+    def forward(self, x: Tensor) -> str:
+        return str(super().forward(x))
+
+
+class Empty(Hidden):
+    def __init__(self, change: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(change)
+        self.nothing = nn.Parameter(torch.zeros(0, 24))
+
+
+def test_outputs_and_parameters_of_unusual_kinds():
+    split = {"up": "colwise", "down": "rowwise"}
+    assert infer(InDataclass(kept), 2).plan == split
+    assert infer(Empty(kept), 2).plan == split
+    found = infer(InWords(kept), 2)
+    assert not found.plan and "a str of no floating-point tensors" in found.whole["up"]
+
+
+def test_a_model_whose_units_run_and_whose_output_does_not_compare():
+    found = infer(nn.Sequential(OrderedDict(mlp=Hidden(kept), end=Words())), 2)
+    assert found.plan == {"mlp.up": "colwise", "mlp.down": "rowwise"} and "proved alone" in found.whole[""]
+
+
+class Words(nn.Module):
+    def forward(self, x: Tensor) -> str:
+        return str(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, layer_idx: int, act: Any) -> None:
+        super().__init__()
+        self.layer_idx, self.act, self.up, self.down = layer_idx, act, nn.Linear(24, 40), nn.Linear(40, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class Alternating(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.up(x))
+        return self.down(nn.functional.normalize(h, dim=-1) if self.layer_idx % 2 else h)
+
+
+class OfTwoInputs(nn.Module):
+    """Its layers are tried alone."""
+
+    def __init__(self, *layers: nn.Module, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers, self.act = nn.ModuleList(layers), act
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x + y if self.act is None else self.act(x + y)
+
+
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def normalized(x: Tensor) -> Tensor:
+    return nn.functional.normalize(x, dim=-1)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [Alternating(i, torch.sin) for i in range(2)],
+        lambda: [Layer(i, act) for i, act in enumerate([torch.sin, normalized])],
+        lambda: [Layer(i, partial(torch.mul, other=2.0) if i == 0 else partial(normalized)) for i in range(2)],
+        lambda: [Layer(i, (lambda x, f=f: f(x))) for i, f in enumerate([doubled, normalized])],
+    ],
+)
+def test_layers_that_differ_in_a_function_or_by_their_number_are_tried_each(layers: Callable[[], list[nn.Module]]):
+    plan, whole = infer(OfTwoInputs(*layers()), 2)
+    assert plan == {"layers.0.up": "colwise", "layers.0.down": "rowwise"} and "off by" in whole["layers.1.up"]
+
+
+def test_layers_of_one_kind_are_tried_once(monkeypatch: pytest.MonkeyPatch):
+    tried: list[str] = []
+    once = Search._try
+    monkeypatch.setattr(Search, "_try", lambda self, *args: tried.append(args[2]) or once(self, *args))
+    assert infer(OfTwoInputs(*(Layer(i, doubled) for i in range(3))), 2).plan.keys() == {"layers.*.up", "layers.*.down"}
+    assert len(tried) == 1
+
+
+def test_a_parameter_of_split_layers_and_of_what_is_whole():
+    """Its gradient would be summed where it is whole already."""
+    act = nn.PReLU()
+    found = infer(OfTwoInputs(Layer(0, act), Layer(1, doubled), act=act), 2)
+    assert found.plan == {"layers.1.up": "colwise", "layers.1.down": "rowwise"}
+    assert "layers.0.act.weight is used outside of layers.0, too" in found.whole["layers.0.up"]

@@ -17,11 +17,12 @@ from transformers import CONFIG_MAPPING
 
 import fusedtp
 from fusedtp import ExpertSplit
+from fusedtp.parallel.twin import twin_of
 from tests.harness import world
 from tests.parallel.support import tp_mesh
 
 from . import parity
-from .families import LARGE, families, model_of, towers
+from .families import LARGE, class_of, families, model_of, towers
 
 ALL = os.environ.get("FUSEDTP_ALL_MODELS") == "1"
 # What differs in kind: scaled and tied embeddings, packed and gated attention, norms over heads and over all of them,
@@ -42,6 +43,10 @@ NOT_ALL_SPLIT = {
     *("doge", "gemma3n_text", "granitemoehybrid", "inkling2_text", "inkling_text"),
     *("esmc", "glm5_next_text", "neomme"),
 }
+# The configuration makes no model as it is by default.
+NO_DEFAULT = {
+    *("cohere_compass_text", "dots1", "hunyuan_v1_moe", "lfm2_moe", "ministral", "nemotron", "qwen4_exp_text")
+}
 NO_LINEAR_SPLIT = {"nemotron_h"}  # its plan names its embedding and its experts
 
 
@@ -57,6 +62,16 @@ def check(name: str, world_size: int, **options: Any) -> dict[str, Any]:
 def test_with_sequence_parallelism(name: str):
     found = check(name, 2)
     assert (found["calls"].get("fused", 0) > 0) == (name not in NO_LINEAR_SPLIT)
+
+
+@pytest.mark.parametrize("name", sorted({*chosen(), "flint"} - NO_DEFAULT))
+def test_all_code_of_the_full_size_is_in_the_small_copy(name: str):
+    """As its configuration is by default."""
+    config = CONFIG_MAPPING[name]()
+    text = config.get_text_config()
+    with torch.device("meta"):
+        model = class_of(name)._from_config(text if class_of(name).config_class is type(text) else config)
+    twin_of(model, 4)
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,20 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface
 
 import fusedtp
+from fusedtp.parallel.twin import twin_of
 from tests.harness import world
 from tests.parallel.support import tp_mesh
 from tests.sampling import SAMPLED
@@ -324,6 +328,116 @@ def adapted_late(group: Any) -> None:
 
 def test_an_adapter_that_comes_too_late_is_named():
     world(2).run(adapted_late)
+
+
+class Largest(nn.Module):
+    """Of each token the largest half of the features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x >= x.median(dim=-1, keepdim=True).values)
+
+
+def normalized_mlp(self: Any, x: Tensor) -> Tensor:
+    return self.down_proj(F.normalize(self.act_fn(self.gate_proj(x)) * self.up_proj(x), dim=-1))
+
+
+def with_other_activations(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = Largest()
+
+
+def with_another_forward(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    mlp.forward = MethodType(normalized_mlp, mlp)
+
+
+def with_a_hook(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda module, args, y: F.normalize(y, dim=-1))
+
+
+def with_another_method(model: Any) -> None:
+    norm = model.model.layers[1].input_layernorm
+    norm.extra_repr = lambda: "another"
+
+
+def with_a_hook_on_an_adapted_layer(model: Any) -> None:
+    from peft import LoraConfig
+
+    model.add_adapter(LoraConfig(r=2, target_modules=["up_proj"]))
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, y: F.normalize(y, dim=-1))
+
+
+CHANGES = {
+    "model.layers.1.mlp.act_fn .*: Largest instead of SiLU": with_other_activations,
+    "model.layers.1.mlp .*: a forward of its own": with_another_forward,
+    "model.layers.1.mlp.act_fn .*: a hook": with_a_hook,
+    "model.layers.1.mlp.up_proj .*: a hook": with_a_hook_on_an_adapted_layer,
+    "model.layers.1.input_layernorm .*: another extra_repr": with_another_method,
+}
+
+
+@pytest.mark.parametrize("why", CHANGES)
+def test_a_model_that_was_changed_is_not_proved_by_a_copy_of_its_class(why: str):
+    model = model_of("llama")
+    CHANGES[why](model)
+    with pytest.raises(ValueError, match=f"cannot be proved: {why}"):
+        fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(copy.deepcopy(model), group, prove=True))
+
+
+def with_accelerate_hooks(model: Any) -> None:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    add_hook_to_module(model.model.layers[1].mlp, AlignDevicesHook(execution_device="cpu"))
+
+
+def with_lora(model: Any) -> None:
+    from peft import LoraConfig
+
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+
+
+def with_what_trainers_switch_on(model: Any) -> None:
+    model.train().requires_grad_(False)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    model.model.layers[1].compile(backend="eager")
+
+
+def with_hooks_where_tokens_are_whole(model: Any) -> None:
+    model.register_forward_hook(lambda module, args, out: None)
+    model.model.layers[1].register_forward_hook(lambda module, args, out: out + 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [with_accelerate_hooks, with_lora, with_what_trainers_switch_on, with_hooks_where_tokens_are_whole],
+)
+def test_what_libraries_add_to_a_model_does_not_hinder_its_proof(change: Callable[[nn.Module], None]):
+    model = model_of("llama")
+    change(model)
+    twin_of(model, 2)
+
+
+def heads_that_talk(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """As in arXiv:2003.02436: what a head attends to depends on the other heads."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    hidden = torch.ones(query.shape[2], key.shape[2]).triu(1).bool()
+    weights = (query @ key.mT * scaling).masked_fill(hidden, -1e9).softmax(-1)
+    return ((weights + weights.mean(1, keepdim=True)) @ value).transpose(1, 2).contiguous(), None
+
+
+def with_registered_attention(group: Any) -> None:
+    AttentionInterface.register("talking", heads_that_talk)
+    plain: Any = model_of("llama", attention="talking")
+    parallel: Any = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    assert list(parallel._fusedtp.whole) == ["model.layers.*.self_attn"]
+    assert_alike(parallel, plain)
+
+
+def test_attention_that_a_user_registered_is_what_is_proved():
+    world(2).run(with_registered_attention)
 
 
 def sharded(group: Any) -> None:
