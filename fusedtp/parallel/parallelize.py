@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -19,7 +20,7 @@ from .placement import Mesh
 from .plan import add_replicas, apply_steps, has_more_dimensions, make_steps, plan_of
 from .proof import prove as prove_plan
 from .proof import proved_plan
-from .twin import NoTwin
+from .twin import NoTwin, OtherCode
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -161,6 +162,12 @@ def _proved(
     except NoTwin as why:
         if must:
             raise ValueError(f"{type(model).__name__} cannot be proved: {why}") from why
+        if isinstance(why, OtherCode):
+            warnings.warn(
+                f"{type(model).__name__} is split by the plan of its class, which is not proved for it: {why}. Compare "
+                "its outputs and gradients with one process; prove=True refuses it, prove=False expects this",
+                stacklevel=3,
+            )
         return plan, {"": f"not proved: {why}"}
     if not proof.exact:
         raise ValueError(f"{type(model).__name__}, split by this plan, does not compute the same:\n  {proof}")

@@ -27,6 +27,10 @@ class NoTwin(Exception):
     """Why a model has no small copy."""
 
 
+class OtherCode(NoTwin):
+    """What a module of the model does that none does there in a small copy of its class."""
+
+
 PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")  # configurations inside one
 
 
@@ -193,7 +197,7 @@ STATES = re.compile(r"training|gradient_checkpointing|name_or_path|forward|_old_
 
 
 def check_same_code(model: nn.Module, twin: nn.Module) -> None:
-    """Raises NoTwin that names a module of the model which does what none does that stands there in its twin."""
+    """Raises OtherCode that names a module of the model which does what none does that stands there in its twin."""
     there: dict[str, list[nn.Module]] = {}
     for name, module in twin.named_modules(remove_duplicate=False):
         there.setdefault(generic(name), []).append(module)
@@ -205,7 +209,7 @@ def check_same_code(model: nn.Module, twin: nn.Module) -> None:
         faults = [_differs(module, layer, each) for each in small]
         if "" not in faults:
             why = faults[0] if faults else "no such module"
-            raise NoTwin(f"{name or 'the model'} is not as in a small copy of the same class: {why}")
+            raise OtherCode(f"{name or 'the model'} is not as in a small copy of the same class: {why}")
 
 
 def _modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:

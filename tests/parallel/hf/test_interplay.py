@@ -383,6 +383,13 @@ def test_a_model_that_was_changed_is_not_proved_by_a_copy_of_its_class(why: str)
         fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(copy.deepcopy(model), group, prove=True))
 
 
+def test_a_model_that_was_changed_is_split_with_a_warning():
+    model = model_of("llama")
+    model.model.layers[1].mlp.act_fn = nn.Tanh()
+    with pytest.warns(UserWarning, match="layers.1.mlp.act_fn is not as in a small copy"):
+        fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(copy.deepcopy(model), group) and None)
+
+
 def with_accelerate_hooks(model: Any) -> None:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
