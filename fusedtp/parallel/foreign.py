@@ -38,6 +38,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedtp.comm import Communicator
+from fusedtp.comm.draws import Watched
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import (
     all_gather_tokens,
@@ -49,7 +50,7 @@ from fusedtp.ops.tokens import (
     take_tokens,
 )
 
-from .agree import named_leaves
+from .agree import check_draws, named_leaves
 from .attention_maps import gather_maps
 from .by_token import by_token
 from .layers import ColumnParallel, RowParallel, VocabParallel, draws_in_part, draws_in_whole, unequal
@@ -74,6 +75,7 @@ class Model:
     whole      module that its plan would have split -> why it stays whole
     compiled   the model or a part of it is, so that tokens stay whole: a compiler cannot trace a TokenShard. For good,
                since backward may run a forward again
+    watched    what is drawn in a forward before which ranks' generators differed
     """
 
     group: str = ""
@@ -83,6 +85,12 @@ class Model:
     maps: bool = False
     whole: dict[str, str] = field(default_factory=dict)
     compiled: bool = False
+    watched: Watched | None = None
+
+    def drawing(self, part: bool) -> None:
+        """What is drawn from here on is for a rank's features, or for whole tensors."""
+        if self.watched is not None and not torch.compiler.is_compiling():
+            self.watched.part(part)
 
     def count(self, fused: bool) -> None:
         """A call of a split linear. Not in compiled code, which would be compiled anew as the number grows."""
@@ -237,6 +245,7 @@ def columns(self: Any, input: Tensor) -> Tensor:
     y = at.siblings.project(input, self) if len(at.siblings.linears) > 1 else project_all(input, [self])[0]
     if not at.vocabulary:
         draws_in_part(at, self, y)
+        at.model.drawing(not at.gather_output)
         return y
     if torch.compiler.is_compiling():
         return at._gathered(y, self)
@@ -253,6 +262,7 @@ def rows(self: Any, input: Tensor) -> Tensor:
         x = take_tokens(x.movedim(-1, 0), at.group, parts, at.layer).movedim(0, -1)
     else:
         draws_in_whole(at, self, x)
+    at.model.drawing(False)
     lead = x.shape[:-1]
     fused = splits(at, lead)
     at.model.count(fused)
@@ -445,6 +455,8 @@ def leave(model: Any, args: Any, outputs: Any) -> Any:
     """A hook after a model's forward: its outputs as plain tensors, but for logits to make a loss of."""
     for siblings in model._fusedtp.siblings:
         siblings.forget()
+    if model._fusedtp.watched is not None:
+        check_draws(model)
 
     def plain(x: Any) -> Any:
         if isinstance(x, TokenShard):

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fusedtp.comm import communicator
 from fusedtp.nn.heads import heads_split, sizes_that_split
 
-from .agree import check_same_inputs
+from .agree import check_same_inputs, watch_draws
 from .attention_maps import mark_maps
 from .foreign import (
     PARAMETERS,
@@ -113,6 +113,8 @@ def adopt(
     for module in model.modules():  # stacks are called without the model too
         if module is model or any(isinstance(child, nn.ModuleList) for child in module.children()):
             module.register_forward_pre_hook(partial(enter, shared))
+    if isinstance(mesh, DeviceMesh):  # virtual ranks share one generator
+        model.register_forward_pre_hook(watch_draws)
     model.register_forward_hook(leave)
 
 
