@@ -267,7 +267,7 @@ def rows(self: Any, input: Tensor) -> Tensor:
     fused = splits(at, lead)
     at.model.count(fused)
     if not fused:
-        return at.summed(x, self)
+        return at.summed(x, self) if lead else at.summed(x[None], self)[0]
     tokens = tokens_of(at, lead)
     return TokenShard.of(at.scattered(x.reshape(-1, x.shape[-1]), self, tokens.sizes), lead, tokens)
 

@@ -327,3 +327,18 @@ def test_code_that_decides_by_a_part_of_an_activation_stays_whole(decide):
 def test_code_that_decides_by_what_all_ranks_have_is_split(decide):
     model = Deciding(decide)
     fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(copy.deepcopy(model), group))
+
+
+def vector(group: Any) -> None:
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 24)).double()
+    parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    x = torch.randn(24, dtype=torch.float64)
+    want = outcome(plain, x)
+    assert want.dim() == 1 and difference(outcome(parallel, x), want) < 1e-9
+    for p, q in zip(plain.parameters(), parallel.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and difference(q.grad, p.grad) < 1e-9
+
+
+def test_an_input_without_tokens():
+    world(2).run(vector)
