@@ -138,7 +138,11 @@ def _introduce(model: Any, mesh: Mesh, world_size: int) -> None:
     """Tell transformers, and with it Trainer and accelerate, what they know of models that they split themselves:
 
     ranks that share a batch, that gradients are whole already, and that saving has to gather.
+    torch's encoder does not put rows without padding together.
     """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
     total = mesh._get_root_mesh().size() if isinstance(mesh, DeviceMesh) else world_size
     for module in model.modules():
         if hasattr(type(module), "is_distributed_loading_by_transformers"):

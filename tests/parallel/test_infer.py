@@ -342,3 +342,17 @@ def vector(group: Any) -> None:
 
 def test_an_input_without_tokens():
     world(2).run(vector)
+
+
+def padded(group: Any) -> None:
+    plain = made("encoder")
+    parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 4 + [True]])
+    with torch.no_grad():
+        want, got = (model(hidden(), src_key_padding_mask=padding) for model in (plain, parallel))
+    assert difference(got[~padding], want[~padding]) < 1e-9
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_an_encoder_of_torch_takes_padding_without_gradients():
+    world(2).run(padded)
