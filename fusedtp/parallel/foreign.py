@@ -535,6 +535,8 @@ class Foreign(Style):
         self.options: dict[str, Any] = {"engine": engine, "sequence_parallel": sequence_parallel}
 
     def faults(self, module: Any, world_size: int) -> list[str]:
+        if getattr(module, "max_norm", None) is not None:
+            return ["an embedding with max_norm changes its table as it reads it, which nothing here can split or copy"]
         return [
             fault
             for name, parameter in module.named_parameters(recurse=False)

@@ -93,6 +93,11 @@ def test_a_style_refuses_a_weight_that_is_made_of_others():
         VirtualWorld(1).run(lambda group: FusedColwise()._apply(parametrizations.weight_norm(nn.Linear(4, 4)), group))
 
 
+def test_a_table_that_changes_as_it_is_read_is_refused():
+    model = nn.ModuleDict({"table": nn.Embedding(8, 8, max_norm=1.0), "up": nn.Linear(8, 8)})
+    assert "\n  - table: an embedding with max_norm changes its table" in message_of(model, 2, plan={"up": "colwise"})
+
+
 def test_a_model_without_a_plan():
     first, *faults = message_of(nn.Linear(2, 2), 2).splitlines()
     assert first == "Linear cannot be parallelized over 2 ranks:"
