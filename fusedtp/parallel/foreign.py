@@ -57,7 +57,7 @@ from .layers import ColumnParallel, RowParallel, VocabParallel, draws_in_part, d
 from .placement import Mesh, Placement, is_compiled, is_replicated, local, opened, read
 from .question import Question, precision
 from .siblings import Siblings, in_autocast, project_all
-from .styles import FusedEmbedding, Style, made_of_others
+from .styles import FusedEmbedding, Style, computed
 from .token_shard import Tokens, TokenShard
 from .vocab_shard import Columns as VocabColumns
 from .vocab_shard import VocabShard
@@ -759,7 +759,7 @@ def faults_of_linear(module: Any) -> list[str]:
         return [f"{type(module).__name__} is no linear layer with a weight [out_features, in_features]"]
     if type(module).forward is not nn.Linear.forward:
         return [f"{type(module).__name__} has a forward of its own, which splitting would replace"]
-    return made_of_others(module) + _patched(module)
+    return computed(module) + _patched(module)
 
 
 def _patched(module: Any) -> list[str]:

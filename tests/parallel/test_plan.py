@@ -78,18 +78,18 @@ MAKERS = {
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("maker", MAKERS)
-def test_weights_that_are_made_of_others_are_not_split(maker: str, bias: bool):
+def test_weights_that_are_computed_are_not_split(maker: str, bias: bool):
     model = nn.ModuleDict({"up": nn.Linear(8, 16, bias=bias), "down": nn.Linear(16, 8, bias=bias)})
     for linear in model.values():
         MAKERS[maker](linear)
     text = message_of(model, 2, plan={"up": "colwise", "down": "rowwise"})
     for name in model:
-        assert text.count(f"\n  - {name}: its weight is no parameter, but made of others (weight_norm") == 1, text
+        assert text.count(f"\n  - {name}: its weight is computed from other parameters") == 1, text
     assert not any(map(is_linear, model.values())), "no plan that is inferred names them either"
 
 
-def test_a_style_refuses_a_weight_that_is_made_of_others():
-    with pytest.raises(ValueError, match="its weight is no parameter"):
+def test_a_style_refuses_a_weight_that_is_computed():
+    with pytest.raises(ValueError, match="its weight is computed from other parameters"):
         VirtualWorld(1).run(lambda group: FusedColwise()._apply(parametrizations.weight_norm(nn.Linear(4, 4)), group))
 
 
