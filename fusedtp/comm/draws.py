@@ -7,6 +7,8 @@
 Ranks begin with the same state and draw the same numbers for whole tensors; that keeps tensors and parameters which
 every rank holds identical. Between two split layers a rank draws for its own columns only. Where ranks have different
 numbers of columns, their generators would stay apart from then on.
+
+Ranks that begin with other states may draw for their own columns, but not for whole tensors: `Watched` tells which.
 """
 
 from __future__ import annotations
@@ -36,6 +38,36 @@ class Draws:
             return
         if some_have_none or not torch.equal(generator.get_state(), before):
             generator.manual_seed(int.from_bytes(blake2b(before.numpy().tobytes(), digest_size=7).digest()))
+
+
+class Watched:
+    """Whether numbers are drawn for whole tensors in a forward.
+
+    part    what is drawn from here on is for this rank's columns, or for whole tensors again
+    drawn   whether some were drawn for whole tensors until now
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._part, self._drawn = device, False, False
+        self._before = states(device)
+
+    def part(self, part: bool) -> None:
+        now = states(self._device)
+        if not self._part:
+            self._drawn |= any(
+                not torch.equal(x, self._before[name]) for name, x in now.items() if name in self._before
+            )
+        self._part, self._before = part, now
+
+    def drawn(self) -> bool:
+        self.part(False)
+        return self._drawn
+
+
+def states(device: torch.device) -> dict[str, Tensor]:
+    """Those of the generators that a forward on this device draws from."""
+    found = {"cpu": torch.default_generator, device.type: _generator(device)}
+    return {name: generator.get_state() for name, generator in found.items() if generator is not None}
 
 
 def _generator(device: torch.device) -> torch.Generator | None:

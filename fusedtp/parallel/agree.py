@@ -1,5 +1,5 @@
-"""What a split model relies on, checked once: ranks have one plan and the same weights, see the same inputs, and sum
-gradients."""
+"""What a split model relies on, checked once: ranks have one plan and the same weights, see the same inputs, draw the
+same random numbers, and sum gradients."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from fusedtp.comm import Communicator, communicator
+from fusedtp.comm.draws import Watched, states
 from fusedtp.ops.tokens import gather_tokens
 
 
@@ -76,10 +77,7 @@ def check_same_inputs(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """A hook before a model's first forward: all ranks see the same batch, and no new parameters. Collective."""
     if torch.compiler.is_compiling():
         return
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if hook is check_same_inputs:
-            del model._forward_pre_hooks[key]
-            model._forward_pre_hooks_with_kwargs.pop(key, None)
+    _once(model, check_same_inputs)
     strange = [
         name
         for name, module in model.named_modules()
@@ -97,6 +95,43 @@ def check_same_inputs(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
             f"ranks of one tensor-parallel group got other inputs: {', '.join(differing)}; they must see the same "
             "batch (a data loader's sampler divides by the data-parallel ranks alone)"
         )
+
+
+def watch_draws(model: Any, args: Any) -> None:
+    """A hook before forwards in training, until one is right: where generators differ, see what is drawn. Collective.
+
+    Compiled code does not show for what it draws.
+    """
+    shared = model._fusedtp
+    if torch.compiler.is_compiling() or shared.compiled or not model.training:
+        return
+    comm = communicator(shared.group)
+    if _differing(states(comm.device), comm):
+        shared.watched = Watched(comm.device)
+    else:
+        _once(model, watch_draws)
+
+
+def check_draws(model: Any) -> None:
+    """After that forward. Raises ValueError on every rank if other numbers were drawn for the same. Collective."""
+    watched, model._fusedtp.watched = model._fusedtp.watched, None
+    comm = communicator(model._fusedtp.group)
+    drawn = torch.tensor([float(watched.drawn())], device=comm.device)
+    if gather_tokens(drawn, comm.name, (1,) * comm.world_size).any():
+        raise ValueError(
+            "ranks of one tensor-parallel group draw other random numbers, so that dropout would make other values of "
+            "what all of them hold; seed all ranks of the group alike, torch.manual_seed(seed), before the first step "
+            "(torch seeds every process differently)"
+        )
+    _once(model, watch_draws)
+
+
+def _once(model: Any, hook: Any) -> None:
+    """Remove a hook before the model's forward."""
+    for key, each in list(model._forward_pre_hooks.items()):
+        if each is hook:
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def check_gradients(x: Tensor) -> None:

@@ -22,7 +22,7 @@ is shared by all its modules.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -38,6 +38,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedtp.comm import Communicator
+from fusedtp.comm.draws import Watched
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import (
     all_gather_tokens,
@@ -49,13 +50,14 @@ from fusedtp.ops.tokens import (
     take_tokens,
 )
 
-from .agree import named_leaves
+from .agree import check_draws, named_leaves
 from .attention_maps import gather_maps
 from .by_token import by_token
 from .layers import ColumnParallel, RowParallel, VocabParallel, draws_in_part, draws_in_whole, unequal
 from .placement import Mesh, Placement, is_compiled, is_replicated, local, opened, read
+from .question import Question, precision
 from .siblings import Siblings, in_autocast, project_all
-from .styles import FusedEmbedding, Style
+from .styles import FusedEmbedding, Style, computed
 from .token_shard import Tokens, TokenShard
 from .vocab_shard import Columns as VocabColumns
 from .vocab_shard import VocabShard
@@ -73,6 +75,7 @@ class Model:
     whole      module that its plan would have split -> why it stays whole
     compiled   the model or a part of it is, so that tokens stay whole: a compiler cannot trace a TokenShard. For good,
                since backward may run a forward again
+    watched    what is drawn in a forward before which ranks' generators differed
     """
 
     group: str = ""
@@ -82,6 +85,12 @@ class Model:
     maps: bool = False
     whole: dict[str, str] = field(default_factory=dict)
     compiled: bool = False
+    watched: Watched | None = None
+
+    def drawing(self, part: bool) -> None:
+        """What is drawn from here on is for a rank's features, or for whole tensors."""
+        if self.watched is not None and not torch.compiler.is_compiling():
+            self.watched.part(part)
 
     def count(self, fused: bool) -> None:
         """A call of a split linear. Not in compiled code, which would be compiled anew as the number grows."""
@@ -113,16 +122,18 @@ class Vocabulary(VocabParallel):
     model: Model = field(compare=False)
 
 
+@dataclass
 class Seen:
-    """What the first forward and backward show of a module that no plan names: whether ranks see parts of the heads.
+    """What forwards and backwards show of a module that no plan names: whether ranks see parts of the heads.
 
-    inputs      whether its inputs differ between ranks; None: not known yet
-    gradients   of a module whose children are split, parameter -> whether its gradient does
+    inputs      whether its inputs differ between ranks
+    asking      this call's inputs do not tell, so that its parameters' gradients are asked
+    gradients   parameter -> whether its gradient differs: where children are split, and while inputs do not tell
     """
 
-    def __init__(self) -> None:
-        self.inputs: bool | None = None
-        self.gradients: dict[str, bool] = {}
+    inputs: Question = field(default_factory=Question)
+    asking: bool = False
+    gradients: defaultdict[str, Question] = field(default_factory=partial(defaultdict, Question))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,59 +165,64 @@ class Own:
     rotary_width: int = 0
     seen: Seen = field(default_factory=Seen, compare=False)
 
-    def look(self, inputs: Any) -> None:
-        """Learn from a call's inputs whether each rank has a part of the heads. Collective, once."""
-        if self.partial or self.seen.inputs is not None or self.world_size == 1:
+    def trained(self, module: Any) -> list[str]:
+        """Names of the trained parameters that every rank holds whole."""
+        own = module._parameters.items()
+        return [name for name, p in own if p is not None and p.requires_grad and name not in self.sharded]
+
+    def look(self, module: Any, inputs: Any) -> None:
+        """Learn from a call's inputs whether each rank has a part of the heads. Collective, until that is sure."""
+        seen = self.seen
+        seen.asking = False
+        if self.partial or seen.inputs.differ is not None or self.world_size == 1 or not torch.is_grad_enabled():
             return
         leaves = tree_leaves(inputs)
         if any(isinstance(x, TokenShard) and x._rows.is_floating_point() and x._rows.numel() for x in leaves):
             return  # every call of a norm comes here; a TokenShard's own methods take ten times as long
-        tensors = [x for _, x in named_leaves(inputs) if isinstance(x, Tensor)]
-        floats = [x for x in tensors if x.is_floating_point() and x.numel()]
-        if floats and not any(isinstance(x, TokenShard | DTensor) for x in floats):
-            # asks of all: ranks differ in what is first
-            self.seen.inputs = True in [differs(x, self.members, self.world_size) for x in floats]
+        if not self.trained(module):
+            return
+        # by name: ranks differ in what is first
+        floats = [x for _, x in named_leaves(inputs) if isinstance(x, Tensor) and x.is_floating_point()]
+        if not floats or any(isinstance(x, TokenShard | DTensor) for x in floats):
+            return
+        seen.inputs.ask(floats, [precision(x) for x in floats], self.members, self.world_size)
+        seen.asking = seen.inputs.differ is None
 
     def unknown(self, module: Any) -> bool:
         """Whether what `look` and `look_at_gradient` learn is needed and missing: compiled code cannot ask ranks."""
-        if self.partial or self.seen.inputs or self.world_size == 1 or not torch.is_grad_enabled():
+        if self.partial or self.seen.inputs.differ or self.world_size == 1 or not torch.is_grad_enabled():
             return False
-        own = module._parameters.items()
-        trained = [name for name, p in own if p is not None and p.requires_grad and name not in self.sharded]
-        if self.inside and self.seen.inputs is None and trained:
+        trained = self.trained(module)
+        if self.inside and self.seen.inputs.differ is None and trained:
             return True
-        return self.splits and any(name not in self.seen.gradients for name in trained)
+        return self.splits and any(self._unanswered(name) for name in trained)
+
+    def _unanswered(self, name: str) -> bool:
+        return name not in self.seen.gradients or self.seen.gradients[name].differ is None
 
     def read(self, name: str, parameter: Tensor) -> Tensor:
         """The plain tensor."""
         if name in self.sharded:
             return local(parameter)
-        if self.partial or self.seen.inputs or self.seen.gradients.get(name):
+        seen = self.seen
+        if self.partial or seen.inputs.differ or (name in seen.gradients and seen.gradients[name].differ):
             return read(parameter, self.members)
         own = local(parameter)
-        unknown = self.splits and self.world_size > 1 and name not in self.seen.gradients
-        if unknown and own.grad_fn is not None and is_replicated(parameter) and not torch.compiler.is_compiling():
-            own.register_hook(partial(self.look_at_gradient, name))
+        whole = is_replicated(parameter)
+        asked = self.splits and self.world_size > 1 and self._unanswered(name) and whole
+        asked |= seen.asking and (whole or not isinstance(parameter, DTensor))
+        if asked and own.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            own = own.view_as(own) if own is parameter else own  # others may read this one too
+            own.register_hook(partial(self.look_at_gradient, name, precision(own)))
         return own
 
-    def look_at_gradient(self, name: str, gradient: Tensor) -> Tensor:
-        """The same of a parameter's first gradient, which is summed where it is a part. Collective."""
-        if name not in self.seen.gradients:
-            self.seen.gradients[name] = differs(gradient, self.members, self.world_size)
-        return all_reduce_sum(gradient, self.members) if self.seen.gradients[name] else gradient
-
-
-# Ranks that hold different heads differ by as much as their values; ranks that hold the same, by roundoff at most.
-SAMPLES, DIFFERENT = 64, 0.05
-
-
-@torch.no_grad()
-def differs(x: Tensor, group: str, world_size: int) -> bool:
-    """Whether ranks hold different values, by some of them. Collective."""
-    at = torch.linspace(0, x.numel() - 1, SAMPLES, device=x.device).long()
-    sample = x.detach().reshape(-1)[at].float()
-    every = gather_tokens(sample, group, (SAMPLES,) * world_size).view(world_size, SAMPLES)
-    return bool((every - every[0]).abs().max() > DIFFERENT * every.abs().max())
+    def look_at_gradient(self, name: str, bits: int, gradient: Tensor) -> Tensor:
+        """The same of a parameter's gradient, which is summed where it is a part. Collective, until that is sure."""
+        question = self.seen.gradients[name]
+        differ = question.differ
+        if differ is None:
+            differ = question.ask([gradient], [bits], self.members, self.world_size)
+        return all_reduce_sum(gradient, self.members) if differ else gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +245,7 @@ def columns(self: Any, input: Tensor) -> Tensor:
     y = at.siblings.project(input, self) if len(at.siblings.linears) > 1 else project_all(input, [self])[0]
     if not at.vocabulary:
         draws_in_part(at, self, y)
+        at.model.drawing(not at.gather_output)
         return y
     if torch.compiler.is_compiling():
         return at._gathered(y, self)
@@ -245,11 +262,12 @@ def rows(self: Any, input: Tensor) -> Tensor:
         x = take_tokens(x.movedim(-1, 0), at.group, parts, at.layer).movedim(0, -1)
     else:
         draws_in_whole(at, self, x)
+    at.model.drawing(False)
     lead = x.shape[:-1]
     fused = splits(at, lead)
     at.model.count(fused)
     if not fused:
-        return at.summed(x, self)
+        return at.summed(x, self) if lead else at.summed(x[None], self)[0]
     tokens = tokens_of(at, lead)
     return TokenShard.of(at.scattered(x.reshape(-1, x.shape[-1]), self, tokens.sizes), lead, tokens)
 
@@ -316,7 +334,7 @@ def own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, TokenShard) and x.features:  # else its last dimension counts tokens
             return each_token(self, x)
     if self._parameters and not torch.compiler.is_compiling():
-        at.look((args, kwargs))
+        at.look(self, (args, kwargs))
     elif self._parameters and at.unknown(self):
         from torch._dynamo.comptime import comptime
 
@@ -332,7 +350,8 @@ def _refuse_unknown(context: Any) -> None:
     kind = context.get_local("self").python_type().__name__
     raise RuntimeError(
         f"whether ranks see other heads in {kind}, which no plan names, is learned in a first forward and backward "
-        "that are not compiled: make one step first, or name it in the plan ('replicated_with_grad_allreduce')"
+        "that are not compiled (in several, where a gradient is one number or zero): make such a step first, or name "
+        "it in the plan ('replicated_with_grad_allreduce')"
     )
 
 
@@ -436,6 +455,8 @@ def leave(model: Any, args: Any, outputs: Any) -> Any:
     """A hook after a model's forward: its outputs as plain tensors, but for logits to make a loss of."""
     for siblings in model._fusedtp.siblings:
         siblings.forget()
+    if model._fusedtp.watched is not None:
+        check_draws(model)
 
     def plain(x: Any) -> Any:
         if isinstance(x, TokenShard):
@@ -514,6 +535,8 @@ class Foreign(Style):
         self.options: dict[str, Any] = {"engine": engine, "sequence_parallel": sequence_parallel}
 
     def faults(self, module: Any, world_size: int) -> list[str]:
+        if getattr(module, "max_norm", None) is not None:
+            return ["an embedding with max_norm changes its table as it reads it, which nothing here can split or copy"]
         return [
             fault
             for name, parameter in module.named_parameters(recurse=False)
@@ -736,7 +759,7 @@ def faults_of_linear(module: Any) -> list[str]:
         return [f"{type(module).__name__} is no linear layer with a weight [out_features, in_features]"]
     if type(module).forward is not nn.Linear.forward:
         return [f"{type(module).__name__} has a forward of its own, which splitting would replace"]
-    return _patched(module)
+    return computed(module) + _patched(module)
 
 
 def _patched(module: Any) -> list[str]:

@@ -79,7 +79,7 @@ class Dispatched(Own):
     engine: str
     num_here: int
 
-    def look(self, inputs: Any) -> None:
+    def look(self, module: Any, inputs: Any) -> None:
         """Ranks see different tokens here, and hold different experts: nothing is a part of a sum."""
 
 

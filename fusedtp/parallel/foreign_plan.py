@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fusedtp.comm import communicator
 from fusedtp.nn.heads import heads_split, sizes_that_split
 
-from .agree import check_same_inputs
+from .agree import check_same_inputs, watch_draws
 from .attention_maps import mark_maps
 from .foreign import (
     PARAMETERS,
@@ -73,6 +74,11 @@ OTHER_TOKENS = {"key_value_states", "encoder_hidden_states", "cross_attention_st
 KEY_OR_VALUE = re.compile(r"w?[kv](_proj|_lin)?|(key|value)(_proj|_layer)?")
 QUERY = re.compile(r"w?q(_proj|_lin)?|query(_proj|_layer)?")
 
+# What PEFT's layers have besides A and B -> whose it is.
+UNSPLIT_ADAPTERS = {
+    "lora_embedding_A": "", "lora_magnitude_vector": " (DoRA)", "lora_variant": "", "lora_E": " (AdaLoRA)",
+}  # fmt: skip
+
 
 def adopt(
     model: nn.Module,
@@ -113,6 +119,8 @@ def adopt(
     for module in model.modules():  # stacks are called without the model too
         if module is model or any(isinstance(child, nn.ModuleList) for child in module.children()):
             module.register_forward_pre_hook(partial(enter, shared))
+    if isinstance(mesh, DeviceMesh):  # virtual ranks share one generator
+        model.register_forward_pre_hook(watch_draws)
     model.register_forward_hook(leave)
 
 
@@ -135,8 +143,14 @@ def foreign_ways(model: nn.Module, mesh: Mesh, plan: Mapping[str, str]) -> dict[
 def _introduce(model: Any, mesh: Mesh, world_size: int) -> None:
     """Tell transformers, and with it Trainer and accelerate, what they know of models that they split themselves:
 
-    ranks that share a batch, that gradients are whole already, and that saving has to gather.
+    ranks that share a batch, that gradients are whole already, and that saving has to gather. Embeddings keep their
+    size, and torch's encoder does not put rows without padding together.
     """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+        if hasattr(type(module), "resize_token_embeddings") and hasattr(module, "get_input_embeddings"):
+            module.resize_token_embeddings = MethodType(_not_resized, module)
     total = mesh._get_root_mesh().size() if isinstance(mesh, DeviceMesh) else world_size
     for module in model.modules():
         if hasattr(type(module), "is_distributed_loading_by_transformers"):
@@ -145,6 +159,15 @@ def _introduce(model: Any, mesh: Mesh, world_size: int) -> None:
             module.config.distributed_config = DistributedConfig(tp_size=world_size, fsdp_size=total // world_size)
             module._tp_size = world_size
             module._is_distributed_loading_by_transformers = True
+
+
+def _not_resized(self: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    """The resize_token_embeddings of a split model."""
+    if new_num_tokens not in (None, self.get_input_embeddings().weight.shape[0]) or args or any(kwargs.values()):
+        raise ValueError(
+            "embeddings of a split model cannot be resized: call resize_token_embeddings before parallelize"
+        )
+    return type(self).resize_token_embeddings(self, new_num_tokens)
 
 
 def foreign_steps(
@@ -247,11 +270,7 @@ def _adapt(words: dict[str, str], named: Mapping[str, Any]) -> list[str]:
         del words[name]
         if word in ("replicate", "local_params"):
             continue
-        special = [
-            kind
-            for kind in ("lora_embedding_A", "lora_magnitude_vector", "lora_variant")
-            if len(getattr(module, kind, ()))
-        ]
+        special = [f"{kind}{whose}" for kind, whose in UNSPLIT_ADAPTERS.items() if len(getattr(module, kind, ()))]
         half = {"colwise": "lora_B", "colwise_gather_output": "", "rowwise": "lora_A"}.get(word)
         if special or half is None:
             what = special[0] if special else word

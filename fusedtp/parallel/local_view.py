@@ -29,6 +29,7 @@ from fusedtp.comm import Communicator
 from .foreign import Columns, Colwise, Foreign, Model, Own, Rows, Rowwise, columns, install, own_forward, rows
 from .layers import accumulated, unequal
 from .placement import Mesh, Placement
+from .styles import computed
 from .torch_names import METADATA, name_of
 
 INPUT = "input.shape"
@@ -178,9 +179,8 @@ def is_conv1d(module: Any) -> bool:
 
 def is_linear(module: Any) -> bool:
     """Whether styles know how to split it."""
-    return is_conv1d(module) or (
-        isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
-    )  # fmt: skip
+    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return (is_conv1d(module) or (plain and "forward" not in module.__dict__)) and not computed(module)
 
 
 def features_of(module: Any) -> tuple[int, int]:
@@ -190,7 +190,7 @@ def features_of(module: Any) -> tuple[int, int]:
 
 
 def _conv1d_faults(module: Any) -> list[str]:
-    return [] if is_conv1d(module) else [f"{type(module).__name__} is no Conv1D"]
+    return computed(module) if is_conv1d(module) else [f"{type(module).__name__} is no Conv1D"]
 
 
 class _Transposed(NamedTuple):

@@ -8,11 +8,11 @@ its outermost submodules that have one. Modules that no pattern names keep their
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -30,6 +30,7 @@ from .styles import (
     Replicated,
     Style,
     already_parallel,
+    computed,
 )
 
 STYLES = {
@@ -80,7 +81,7 @@ def make_steps(
     faults += heads.values()
     for name, style in styles.items():
         if parent_of(name) not in heads:
-            found = style.faults(named[name], style.ranks(world_size)) or _computed(
+            found = style.faults(named[name], style.ranks(world_size)) or computed(
                 named[name], style.placements(named[name], style.ranks(world_size))
             )
             faults += [f"{generic(name)}: {fault}" for fault in found]
@@ -95,16 +96,6 @@ def make_steps(
         faults = sharing_faults(named, styles, world_size, fully_sharded)
     refuse(model, world_size, faults)
     return [Step(name, module, styles[name]) for name, module in named.items() if name in styles]
-
-
-def _computed(module: nn.Module, placed: Iterable[str]) -> list[str]:
-    """What a plan would split that is no parameter: what torch.nn.utils.parametrize or weight_norm makes of others."""
-    return [
-        f"its {key} is computed from other parameters, which no plan splits: torch.nn.utils.parametrize."
-        "remove_parametrizations first, or leave it out of the plan"
-        for key in placed
-        if key not in module._parameters and isinstance(getattr(module, key, None), Tensor)
-    ]
 
 
 def ways_of(model: nn.Module, world_size: int, experts: ExpertSplit | None = None) -> dict[str, Way]:

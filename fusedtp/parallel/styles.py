@@ -15,7 +15,7 @@ parameters (or meta ones) before, and nothing is broadcast.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -177,6 +177,8 @@ class FusedEmbedding(FusedStyle):
     def faults(self, module: Any, world_size: int) -> list[str]:
         if not hasattr(module, "num_embeddings") or getattr(module, "weight", None) is None:
             return [f"{type(module).__name__} is no embedding"]
+        if computed(module):
+            return computed(module)
         options = ("max_norm", "scale_grad_by_freq", "sparse")
         return [f"an embedding with {name} cannot be split" for name in options if getattr(module, name, None)]
 
@@ -268,7 +270,17 @@ def linear_faults(module: Any) -> list[str]:
         return [f"{type(module).__name__} is no linear layer with a weight [out_features, in_features]"]
     if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
         return [f"{type(module).__name__} has a forward of its own, which splitting would replace"]
-    return []
+    return computed(module)
+
+
+def computed(module: Any, placed: Iterable[str] = ("weight", "bias")) -> list[str]:
+    """What a plan would split that is no parameter: what parametrizations, weight_norm or pruning make of others."""
+    return [
+        f"its {key} is computed from other parameters, which no plan splits: call remove_parametrizations (of torch.nn."
+        "utils.parametrize), remove_weight_norm or prune.remove first, or leave it out of the plan"
+        for key in placed
+        if key not in module._parameters and isinstance(getattr(module, key, None), Tensor)
+    ]
 
 
 def install(module: Any, parallel: Any, forward: Any) -> None:

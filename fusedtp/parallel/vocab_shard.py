@@ -378,6 +378,8 @@ def _indexed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if not plain and len(index) > 1:
         return NotImplemented  # several tensors index together
     of_lead = index[: x.dim() - 1]
+    if not of_lead:
+        return NotImplemented
     if isinstance(of_lead[0], Tensor) and of_lead[0].dim() > x.dim() - 1:
         return NotImplemented
     if len(index) == x.dim() and index[-1] != slice(None):

@@ -1,4 +1,6 @@
-"""Dropout between split layers, of which ranks draw unequally often: what is drawn for whole tensors stays alike."""
+"""Dropout between split layers, of which ranks draw unequally often: what is drawn for whole tensors stays alike.
+
+Ranks that are not seeded alike are told so, where they draw for whole tensors."""
 
 from __future__ import annotations
 
@@ -72,3 +74,64 @@ def test_equal_parts_leave_the_generator_alone():
     wanted = torch.rand(3)
     for found, *_ in world(2).run(trained, of_styles, 6, False, False):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def llama(group: Any, attention: float, sequence_parallel: bool) -> nn.Module:
+    """Drops attention, of its own heads, on each rank alone."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_dropout=attention)
+    )
+    return fusedtp.parallelize(model, tp_mesh(group), sequence_parallel=sequence_parallel)
+
+
+def t5(group: Any, rate: float, sequence_parallel: bool) -> nn.Module:
+    from transformers import T5Config, T5EncoderModel
+
+    sizes: dict[str, Any] = dict(vocab_size=32, d_model=WIDTH, d_kv=2, d_ff=5, num_layers=2, num_heads=4)
+    model: Any = T5EncoderModel(T5Config(**sizes, dropout_rate=rate))
+    return fusedtp.parallelize(model, tp_mesh(group), sequence_parallel=sequence_parallel)
+
+
+def mlp(group: Any, rate: float, sequence_parallel: bool) -> nn.Module:
+    """Drops five features of its own, which two ranks cannot share evenly."""
+
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.up, self.down = nn.Embedding(8, WIDTH), nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.up(self.table(input_ids))
+            return self.down(torch.nn.functional.dropout(x, rate, self.training))
+
+    plan = {"up": "colwise", "down": "rowwise"}
+    return fusedtp.parallelize(Mlp(), tp_mesh(group), plan=plan, sequence_parallel=sequence_parallel)
+
+
+def refusals(group: Any, make: Any, rate: float, sequence_parallel: bool) -> list[str]:
+    """What is said of a forward in evaluation, of one in training, of another one, and after seeding alike."""
+    torch.manual_seed(0)
+    model, ids, said = make(group, rate, sequence_parallel), torch.arange(8)[None], []
+    torch.manual_seed(group.rank())
+    for training, seed in ((False, None), (True, None), (True, None), (True, 0), (True, 1 + group.rank())):
+        if seed is not None:
+            torch.manual_seed(seed)
+        try:
+            model.train(training)(input_ids=ids)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("make", "rate", "refused"), [(t5, 0.5, True), (t5, 0.0, False), (llama, 0.5, False), (mlp, 0.5, False)]
+)
+def test_ranks_that_draw_other_numbers_for_the_same_are_told(make, rate, refused, sequence_parallel):
+    for said in world(2).run(refusals, make, rate, sequence_parallel):
+        assert [bool(each) for each in said] == [False, refused, refused, False, False]
+        assert all("torch.manual_seed(seed)" in each for each in said if each)

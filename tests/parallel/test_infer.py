@@ -655,3 +655,32 @@ def test_a_parameter_of_split_layers_and_of_what_is_whole():
     found = infer(OfTwoInputs(Layer(0, act), Layer(1, doubled), act=act), 2)
     assert found.plan == {"layers.1.up": "colwise", "layers.1.down": "rowwise"}
     assert "layers.0.act.weight is used outside of layers.0, too" in found.whole["layers.0.up"]
+
+
+def vector(group: Any) -> None:
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 24)).double()
+    parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    x = torch.randn(24, dtype=torch.float64)
+    want = outcome(plain, x)
+    assert want.dim() == 1 and difference(outcome(parallel, x), want) < 1e-9
+    for p, q in zip(plain.parameters(), parallel.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and difference(q.grad, p.grad) < 1e-9
+
+
+def test_an_input_without_tokens():
+    world(2).run(vector)
+
+
+def padded(group: Any) -> None:
+    plain = made("encoder")
+    parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 4 + [True]])
+    with torch.no_grad():
+        want, got = (model(hidden(), src_key_padding_mask=padding) for model in (plain, parallel))
+    assert difference(got[~padding], want[~padding]) < 1e-9
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_an_encoder_of_torch_takes_padding_without_gradients():
+    world(2).run(padded)

@@ -1,17 +1,20 @@
 """Plans: what they match, what is wrong with them (all of it at once, nothing changed), and what explain says."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.nn.utils import parametrizations, prune
 
 from fusedtp.comm import VirtualWorld, communicator
 from fusedtp.nn import ModelConfig, TransformerBlock
 from fusedtp.ops import measured
 from fusedtp.parallel import FusedColwise, FusedRowwise, explain, parallelize
+from fusedtp.parallel.local_view import is_linear
 from fusedtp.parallel.plan import plan_of
 from tests.harness import world
 from tests.parallel.support import SMALL, assert_close, batch, dp_tp_mesh, make, make_pair
@@ -62,6 +65,37 @@ def test_all_faults_are_reported_together_and_nothing_is_changed():
     assert text.count("\n") == 6
     assert not any(isinstance(p, DTensor) for p in model.parameters())
     assert not any(getattr(m, "parallel", None) for m in model.modules())
+
+
+MAKERS = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "old weight_norm": nn.utils.weight_norm,
+    "pruning": partial(prune.random_unstructured, name="weight", amount=0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_weights_that_are_computed_are_not_split(maker: str, bias: bool):
+    model = nn.ModuleDict({"up": nn.Linear(8, 16, bias=bias), "down": nn.Linear(16, 8, bias=bias)})
+    for linear in model.values():
+        MAKERS[maker](linear)
+    text = message_of(model, 2, plan={"up": "colwise", "down": "rowwise"})
+    for name in model:
+        assert text.count(f"\n  - {name}: its weight is computed from other parameters") == 1, text
+    assert not any(map(is_linear, model.values())), "no plan that is inferred names them either"
+
+
+def test_a_style_refuses_a_weight_that_is_computed():
+    with pytest.raises(ValueError, match="its weight is computed from other parameters"):
+        VirtualWorld(1).run(lambda group: FusedColwise()._apply(parametrizations.weight_norm(nn.Linear(4, 4)), group))
+
+
+def test_a_table_that_changes_as_it_is_read_is_refused():
+    model = nn.ModuleDict({"table": nn.Embedding(8, 8, max_norm=1.0), "up": nn.Linear(8, 8)})
+    assert "\n  - table: an embedding with max_norm changes its table" in message_of(model, 2, plan={"up": "colwise"})
 
 
 def test_a_model_without_a_plan():

@@ -447,6 +447,36 @@ def test_attention_that_a_user_registered_is_what_is_proved():
     world(2).run(with_registered_attention)
 
 
+def adapted_otherwise(group: Any) -> list[str]:
+    from peft import AdaLoraConfig, LoraConfig, get_peft_model
+
+    said = []
+    for config in (AdaLoraConfig(target_modules=["q_proj"], total_step=10), LoraConfig(use_dora=True)):
+        with pytest.raises(ValueError) as caught:
+            fusedtp.parallelize(get_peft_model(model_of("llama"), config), tp_mesh(group))
+        said.append(str(caught.value))
+    return said
+
+
+def test_adapters_that_cannot_be_split_are_named():
+    for adalora, dora in world(2).run(adapted_otherwise):
+        assert "SVDLinear with lora_E (AdaLoRA) cannot be split" in adalora
+        assert "Linear with lora_magnitude_vector (DoRA) cannot be split" in dora
+
+
+def resized(group: Any) -> None:
+    _, parallel = pair(group)
+    rows = parallel.get_input_embeddings().num_embeddings
+    assert parallel.resize_token_embeddings(rows) is parallel.resize_token_embeddings()
+    for model in (parallel, copy.deepcopy(parallel)):
+        with pytest.raises(ValueError, match="call resize_token_embeddings before parallelize"):
+            model.resize_token_embeddings(rows + 1)
+
+
+def test_a_vocabulary_grows_before_the_split():
+    world(2).run(resized)
+
+
 def sharded(group: Any) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain = model_of("qwen3")
