@@ -20,7 +20,7 @@ configuration trains.
 Note [Finetune]
 `fusedtp finetune`: `fusedtp train --model` with defaults for a short run on a model that is trained already.
 
-    --model llama --tp 2 --steps 30 --batch 8 --length 128 --weight-decay 0 --sample 0 --name finetune --replace
+    --model llama --tp 2 --steps 30 --batch 8 --length 128 --weight-decay 0 --sample 0 --name finetune
     --lr       5e-5 for all weights of a folder, else 2e-3
     --warmup   a tenth of the steps
     --out      the folder that `fusedtp checkpoints export` writes at the end
@@ -577,8 +577,7 @@ def parse_finetune(argv: list[str]) -> FinetuneConfig:
     first = _parse_finetune(argv, FINETUNE)
     trained = Path(first.foreign.model or "").is_dir() and not first.foreign.lora
     optim = dataclasses.replace(FINETUNE.optim, lr=5e-5 if trained else 2e-3, warmup=max(1, first.optim.steps // 10))
-    run = dataclasses.replace(FINETUNE.run, replace=not first.run.resume)
-    made = _parse_finetune(argv, dataclasses.replace(FINETUNE, optim=optim, run=run))
+    made = _parse_finetune(argv, dataclasses.replace(FINETUNE, optim=optim))
     return with_tokenizer(with_dp(made, argv))
 
 
