@@ -507,7 +507,9 @@ def parse(argv: list[str], command: str = "train", description: str | None = Non
     saved = config.run.folder / CONFIG
     if not config.run.resume or not saved.is_file() or saved_faults(config.run.folder):
         return config
-    return _parse(argv, TrainConfig.from_dict(json.loads(saved.read_text())), command, description)
+    before = TrainConfig.from_dict(json.loads(saved.read_text()))
+    run = dataclasses.replace(before.run, name=config.run.name, runs=config.run.runs)  # the folder may be a copy
+    return _parse(argv, dataclasses.replace(before, run=run), command, description)
 
 
 def saved_faults(folder: Path) -> list[str]:

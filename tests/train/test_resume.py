@@ -217,6 +217,15 @@ def test_more_steps_and_an_earlier_checkpoint(book, tmp_path, capsys):
     assert "no step was trained" in capsys.readouterr().out
 
 
+def test_a_copy_of_a_run_is_gone_on_with_and_the_run_stays(book, tmp_path):
+    assert cli.main(arguments(book, tmp_path, "--name", "books", "--save-every", "2", "--keep-last", "9")) == 0
+    shutil.copytree(tmp_path / "books", tmp_path / "main")
+    assert cli.main(["train", "--runs", str(tmp_path), "--resume", "--steps", "8"]) == 0
+    assert steps_in(tmp_path / "books" / CHECKPOINTS) == [2, 4, 6]
+    assert steps_in(tmp_path / "main" / CHECKPOINTS) == [2, 4, 6, 8]
+    assert json.loads((tmp_path / "main" / "config.json").read_text())["run"]["name"] == "main"
+
+
 def test_first_steps_of_other_options_are_not_compared_with_one_process(book, tmp_path, capsys):
     """With more --steps the learning rates of all steps are others than those that the first ones had."""
     assert cli.main(arguments(book, tmp_path, "--verify", "--verify-steps", "5")) == 0
