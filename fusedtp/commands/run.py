@@ -51,7 +51,7 @@ from fusedtp.commands.verify import VerificationFailed, verify
 from fusedtp.environment import environment
 from fusedtp.nn import CausalLM, generate
 from fusedtp.train.bubbles import shares
-from fusedtp.train.checkpoint import Checkpoints, Saved, Saver
+from fusedtp.train.checkpoint import Checkpoints, Saved, Saver, TrainingState
 from fusedtp.train.config import CONFIG, TrainConfig
 from fusedtp.train.data import Batches, Bytes, Microbatch
 from fusedtp.train.foreign import Model
@@ -119,7 +119,7 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     if not finished:
         if world.rank == 0:
             note_incident(folder, IN_ORDER, END)
-            if not config.parallel.elastic:
+            if config.checkpoint.save and not config.parallel.elastic:
                 say("--resume goes on from there")
         if config.parallel.elastic and saver is not None and not saver.asked(elastic.NEWS_SECONDS):
             raise elastic.RanksLeft("ranks of another node were asked to end, and the run was saved")
@@ -232,7 +232,7 @@ def saver_of(
     tell: Callable[[str], None],
     say: Callable[[str], None] = print,
 ) -> Saver | None:
-    """What saves this run as its options say; None where nothing is saved."""
+    """What saves this run as its options say, or loads it alone; None where neither is asked for."""
     options = config.checkpoint
     if not options.save and not config.run.resume:
         return None
@@ -243,9 +243,10 @@ def saver_of(
         group=world.checkpoint_group,
         asynchronous=options.async_save,
     )
-    checkpoints.tidy()
+    if options.save:
+        checkpoints.tidy()
     mesh = {"pp": world.pp, "dp": world.dp, "tp": world.tp}
-    return Saver(
+    return (Saver if options.save else Loads)(
         checkpoints,
         world,
         every=options.save_every,
@@ -263,6 +264,16 @@ def saver_of(
     )
 
 
+class Loads(Saver):
+    """Of a run that is resumed with --no-save: no checkpoint is written or removed. SIGTERM still ends it in order."""
+
+    def after(self, step: int, state: TrainingState, last: bool) -> bool:
+        (stop,) = self.world.largest([self.asked()])
+        if stop:
+            self._tell(f"asked to end by SIGTERM after step {step}; --no-save: nothing was saved")
+        return bool(stop or last)
+
+
 def resume(
     trainer: Trainer, config: TrainConfig, tokens: Path, console: Console
 ) -> tuple[list[dict[str, Any]], list[str]]:
@@ -275,7 +286,7 @@ def resume(
     loaded = checkpoints.load(
         trainer.state, config.run.step, lambda about: misfits(config, about) + other_tokens(tokens, about)
     )
-    aside = checkpoints.set_aside(loaded.step)
+    aside = checkpoints.set_aside(loaded.step) if config.checkpoint.save else []
     records = records_of(folder)
     lost = max((record["step"] + 1 for record in records), default=loaded.step) - loaded.step
     because = "; ".join(loaded.refused)

@@ -226,6 +226,28 @@ def test_a_copy_of_a_run_is_gone_on_with_and_the_run_stays(book, tmp_path):
     assert json.loads((tmp_path / "main" / "config.json").read_text())["run"]["name"] == "main"
 
 
+def test_without_saving_a_resumed_run_leaves_all_checkpoints_as_they_are(book, tmp_path, monkeypatch, capsys):
+    assert cli.main(arguments(book, tmp_path, "--save-every", "2", "--keep-last", "9")) == 0
+    folder = tmp_path / "main" / CHECKPOINTS
+    (folder / ".draft-00000008").mkdir()
+    before = sorted(path.name for path in folder.iterdir())
+    again = ["train", "--runs", str(tmp_path), "--resume", "--no-save", "--keep-last", "1", "--save-every", "1"]
+    assert cli.main([*again, "--step", "4", "--steps", "9"]) == 0
+    assert "resumed at step 4" in capsys.readouterr().out
+    assert [step for step, loss, _ in losses(tmp_path / "main") if loss] == list(range(9))
+
+    def asked(options, step):
+        if step == 6:
+            signal.raise_signal(signal.SIGTERM)
+        return learning_rate(options, step)
+
+    monkeypatch.setattr("fusedtp.commands.run.learning_rate", asked)
+    assert cli.main([*again, "--steps", "9"]) == 0
+    told = capsys.readouterr().out
+    assert "asked to end by SIGTERM after step 7; --no-save: nothing was saved" in told and "goes on from" not in told
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
 def test_first_steps_of_other_options_are_not_compared_with_one_process(book, tmp_path, capsys):
     """With more --steps the learning rates of all steps are others than those that the first ones had."""
     assert cli.main(arguments(book, tmp_path, "--verify", "--verify-steps", "5")) == 0
