@@ -58,7 +58,6 @@ from fusedtp.commands import elastic, runs
 from fusedtp.commands.build import build_stages, foreign_faults, shard_faults
 from fusedtp.commands.results import screen
 from fusedtp.commands.run import (
-    CHECKPOINTS,
     END,
     INCIDENTS,
     PIPELINE,
@@ -77,6 +76,7 @@ from fusedtp.environment import cores
 from fusedtp.ops.engines import interpreting
 from fusedtp.train.checkpoint import CheckpointError, about, faults_of, path_of, steps_in
 from fusedtp.train.config import (
+    CHECKPOINTS,
     DataOptions,
     ForeignOptions,
     OptimOptions,
@@ -86,6 +86,7 @@ from fusedtp.train.config import (
     faults,
     layout,
     parse,
+    saved,
     saved_faults,
     with_dp,
     with_tokenizer,
@@ -106,12 +107,26 @@ LAST_LINES = 20  # of the stderr of a rank that died without an exception
 
 def main(argv: list[str]) -> int:
     """Run the job, or one rank of it under torchrun; returns the exit code."""
-    return start(parse(argv), argv)
+    config, place = parse(argv), torchrun_place() or Place()
+    if config.run.resume and place.rank == 0 and not _asked_before():
+        read, why = saved(config.run.folder)
+        if read is not None and why:
+            print(f"fusedtp train: {why}", file=sys.stderr)
+    return start(config, argv)
+
+
+def _asked_before() -> bool:
+    """Whether another process of this command has started this one, and looked at the options."""
+    return torchrun_place() is not None and elastic.OWN_STORE in os.environ
 
 
 def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
     """The same of what `argv` of that subcommand says."""
     place = torchrun_place()
+    if asked.run.resume and (unread := saved_faults(asked.run.folder)):  # what else is wrong may follow from it
+        if place is None or place.local_rank == 0:
+            report(unread, command)
+        return WRONG_USAGE
     ranks, local_ranks = place[2:] if place else 2 * (default_ranks(asked),)
     config, found = elastic.fit(asked, ranks) if asked.parallel.elastic else (asked, [])
     dp, tp = layout(config, ranks, local_ranks)
@@ -121,8 +136,7 @@ def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
     found += machine_faults(config, dp, tp, ranks, local_ranks)
     if place is None:
         found += data_faults(config) + held_faults(config.run.folder)
-    asked_before = place is not None and elastic.OWN_STORE in os.environ  # by who started these ranks
-    if config.foreign.model is not None and not config.data.faults() and not asked_before:
+    if config.foreign.model is not None and not config.data.faults() and not _asked_before():
         found += foreign_faults(config, dp, tp)
     if found:
         if place is None or place.local_rank == 0:

@@ -257,7 +257,13 @@ def layout_in_words(world: World) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    """Write a file whole: a kill leaves what was there before."""
+    draft = path.with_name(f"{path.name}.draft")
+    with open(draft, "w") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
 
 
 def plot_losses(path: Path, metrics: Metrics, unit: str = "byte") -> None:

@@ -52,7 +52,7 @@ from fusedtp.environment import environment
 from fusedtp.nn import CausalLM, generate
 from fusedtp.train.bubbles import shares
 from fusedtp.train.checkpoint import Checkpoints, Saved, Saver, TrainingState
-from fusedtp.train.config import CONFIG, TrainConfig
+from fusedtp.train.config import CHECKPOINTS, CONFIG, TrainConfig
 from fusedtp.train.data import Batches, Bytes, Microbatch
 from fusedtp.train.foreign import Model
 from fusedtp.train.loop import Metrics, Trainer, adamw, for_batch, learning_rate, loss_scale_of
@@ -62,7 +62,7 @@ from fusedtp.train.stages import Action, Pipeline
 from fusedtp.train.watch import Guard, Watch
 
 PROMPT_TOKENS = 160
-CHECKPOINTS, INCIDENTS, PIPELINE, SAVES = "checkpoints", "incidents.jsonl", "pipeline.json", "saves.jsonl"
+INCIDENTS, PIPELINE, SAVES = "incidents.jsonl", "pipeline.json", "saves.jsonl"
 IN_ORDER = "ended in order"
 BEGIN, END = "begin", "end"  # kinds of incidents
 WITHOUT_A_WORD = "the run before ended without a word"

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from fusedtp.commands.build import build
-from fusedtp.commands.run import CHECKPOINTS, go_on
+from fusedtp.commands.run import go_on
 from fusedtp.nn import CausalLM
 from fusedtp.train.checkpoint import (
     CheckpointError,
@@ -37,7 +37,7 @@ from fusedtp.train.checkpoint import (
     quiet,
     steps_in,
 )
-from fusedtp.train.config import TrainConfig
+from fusedtp.train.config import CHECKPOINTS, TrainConfig
 from fusedtp.train.foreign import Model
 from fusedtp.train.mesh import World
 

@@ -20,6 +20,7 @@ import tyro
 
 from fusedtp.nn.heads import heads_split, sizes_that_split
 from fusedtp.parallel import ExpertSplit
+from fusedtp.train.checkpoint import CheckpointError, about, path_of, steps_in
 from fusedtp.train.data import Ids, Tokenizer, tokenizer_of
 from fusedtp.train.stages import pipeline_faults, two_passes
 
@@ -453,7 +454,7 @@ def _not_positive(options: object, *names: str) -> list[str]:
 
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
-CONFIG = "config.json"  # of a run's folder
+CONFIG, CHECKPOINTS = "config.json", "checkpoints"  # of a run's folder
 RETIRED = ("reshard",)  # options that older runs have in it
 
 
@@ -501,26 +502,47 @@ class TrainConfig:
 def parse(argv: list[str], command: str = "train", description: str | None = None) -> TrainConfig:
     """Read a command line; prints help or what is unknown, and exits, as command-line programs do.
 
-    With --resume, what is not given is as it was in the run of that name; see saved_faults.
+    With --resume, what is not given is as it was in the run of that name; see saved.
     """
     config = _parse(argv, TrainConfig(), command, description)
-    saved = config.run.folder / CONFIG
-    if not config.run.resume or not saved.is_file() or saved_faults(config.run.folder):
+    before = saved(config.run.folder)[0] if config.run.resume else None
+    if before is None:
         return config
-    before = TrainConfig.from_dict(json.loads(saved.read_text()))
     run = dataclasses.replace(before.run, name=config.run.name, runs=config.run.runs)  # the folder may be a copy
     return _parse(argv, dataclasses.replace(before, run=run), command, description)
 
 
-def saved_faults(folder: Path) -> list[str]:
-    """Why the configuration that a run's folder holds cannot be read."""
-    saved = folder / CONFIG
+def saved(folder: Path) -> tuple[TrainConfig | None, str]:
+    """The configuration that a run's folder holds, and why its config.json cannot be read.
+
+    Then that of the newest checkpoint stands in for it, where one can be read.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        return None, ""
     try:
-        if saved.is_file():
-            faults(TrainConfig.from_dict(json.loads(saved.read_text())), 1, 1)  # which read every value
-    except (ValueError, TypeError, AttributeError) as error:
-        return [f"{saved} is no configuration of a run: {error}"]
-    return []
+        return _sound(json.loads(path.read_text())), ""
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        why = f"{path} is no configuration of a run: {error}"
+    for step in reversed(steps_in(folder / CHECKPOINTS)):
+        try:
+            found = _sound(about(path_of(folder / CHECKPOINTS, step))["config"])
+        except (CheckpointError, KeyError, ValueError, TypeError, AttributeError):
+            continue
+        return found, f"{why}; its options are taken from the checkpoint of step {step}"
+    return None, why
+
+
+def saved_faults(folder: Path) -> list[str]:
+    """Why no configuration of a run's folder can be read."""
+    config, why = saved(folder)
+    return [why] if config is None and why else []
+
+
+def _sound(plain: Mapping[str, Any]) -> TrainConfig:
+    config = TrainConfig.from_dict(plain)
+    faults(config, 1, 1)  # which read every value
+    return config
 
 
 def _parse(argv: list[str], default: TrainConfig, command: str, description: str | None) -> TrainConfig:

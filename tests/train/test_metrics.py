@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import subprocess
 from unittest.mock import MagicMock
 
 import pytest
@@ -14,6 +15,7 @@ from fusedtp.commands.results import sinks_for
 from fusedtp.train.config import TrainConfig
 from fusedtp.train.loop import Metrics
 from fusedtp.train.mesh import World
+from tests.harness.warm import warm_python
 
 
 def record_run(device: str, folder, monkeypatch) -> tuple[dict, dict, str]:
@@ -57,6 +59,25 @@ def test_a_full_disk_ends_no_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(type(tmp_path), "write_text", full)
     with pytest.raises(ValueError, match=r"metrics\.jsonl cannot be written: No space left"):
         results.JsonLines(tmp_path / "metrics.jsonl")
+
+
+def test_a_kill_while_a_file_is_written_leaves_what_was_there(tmp_path):
+    path = tmp_path / "config.json"
+    results.write_json(path, {"steps": 3})
+    killed = subprocess.run([warm_python(), "-c", KILLED, str(path)], timeout=100)
+    assert killed.returncode and json.loads(path.read_text()) == {"steps": 3}
+    results.write_json(path, {"steps": 4})
+    assert json.loads(path.read_text()) == {"steps": 4}
+
+
+KILLED = """
+import resource, signal, sys
+from pathlib import Path
+from fusedtp.commands.results import write_json
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
+write_json(Path(sys.argv[1]), {"name": "x" * 100_000})
+"""
 
 
 def test_waiting_is_measured_on_cpu(tmp_path, monkeypatch):

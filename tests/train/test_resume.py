@@ -310,8 +310,13 @@ def test_a_folder_that_no_run_can_go_on_from_is_refused_before_ranks_start(book,
         assert len(faults) == 2 and "--lr 0.0 is not positive" in faults[0] and wanted in faults[1], faults
     (folder.parent.parent / "config.json").write_text("[]")
     assert cli.main(again) == launch.WRONG_USAGE
-    faults = capsys.readouterr().err.splitlines()
-    assert len(faults) == 2 and "is no configuration of a run" in faults[1], faults
+    told, *faults = capsys.readouterr().err.splitlines()
+    assert "is no configuration of a run" in told and "taken from the checkpoint of step 7" in told
+    assert len(faults) == 2 and "--steps 6 is less" in faults[1], faults
+    (folder / "about.json").write_text(json.dumps({"format": FORMAT, "step": 7}))
+    assert cli.main(again) == launch.WRONG_USAGE
+    (fault,) = capsys.readouterr().err.splitlines()
+    assert "is no configuration of a run" in fault, "and nothing that follows from that"
 
 
 def test_a_checkpoint_that_lost_a_file_is_refused_before_ranks_start(book, tmp_path, monkeypatch, capsys):
@@ -322,6 +327,16 @@ def test_a_checkpoint_that_lost_a_file_is_refused_before_ranks_start(book, tmp_p
     capsys.readouterr()
     assert cli.main(["train", "--runs", str(tmp_path), "--resume", "--steps", "9"]) == launch.WRONG_USAGE
     assert "no checkpoint can be read: step-00000006/.metadata is missing" in capsys.readouterr().err
+
+
+def test_a_run_whose_configuration_was_cut_goes_on_with_that_of_its_checkpoint(book, tmp_path, capsys):
+    assert cli.main(arguments(book, tmp_path, "--seed", "3", "--save-every", "2")) == 0
+    config = tmp_path / "main" / "config.json"
+    before = config.read_text()
+    config.write_text(before[:100])
+    assert cli.main(["train", "--runs", str(tmp_path), "--resume", "--step", "4"]) == 0
+    assert "its options are taken from the checkpoint of step 6" in capsys.readouterr().err
+    assert config.read_text() == before
 
 
 def test_two_runs_on_one_folder_are_refused(book, tmp_path, capsys):
