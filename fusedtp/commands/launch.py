@@ -102,6 +102,7 @@ OUTPUTS = (
 )  # fmt: skip
 LOCK = ".lock"  # of a run's folder: held by the run that writes there, with its process in it
 WRONG_USAGE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # of torchrun: seconds from SIGTERM to SIGKILL; its own default is 30
 LAST_LINES = 20  # of the stderr of a rank that died without an exception
 
 
@@ -368,6 +369,7 @@ def launch(
     # other work kept both cores busy, that stretched a second of the reference to a minute.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ[elastic.OWN_STORE] = "1"
+    os.environ.setdefault(SHUTDOWN, "3600")  # a step and its save may take long; --timeout ends ranks that hang
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     with tempfile.TemporaryDirectory(prefix="fusedtp-train-") as logs:
         where = ["--standalone", f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--tee=2"]  # stderr
