@@ -187,15 +187,14 @@ def checkpoint_faults(config: TrainConfig) -> list[str]:
     run = elastic.goes_on(config, steps).run
     if run.resume and (unread := saved_faults(run.folder)):
         return unread
+    if steps and elastic.undecided(run.folder):
+        return []
     if run.resume and not steps:
         return [f"--resume: {folder} holds no checkpoint"]
     if run.step is not None and run.resume and run.step not in steps:
         return [f"--step {run.step}: {folder} has checkpoints of the steps {', '.join(map(str, steps))}"]
     if steps and not run.resume and not run.replace:
-        return [
-            f"{run.folder} holds checkpoints up to step {steps[-1]}: --resume goes on from there, --replace removes "
-            "them, another --name leaves them"
-        ]
+        return [elastic.taken(run.folder, steps)]
     return resume_faults(config, [run.step] if run.step is not None else steps) if run.resume else []
 
 
@@ -287,9 +286,11 @@ def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command:
             ) as world,
         ):
             folder = config.run.folder
-            patience = elastic.PATIENCE if config.parallel.elastic or elastic.started_again(folder) else 0.0
+            agents = elastic.agents(world)
+            again = config.parallel.elastic or elastic.started_again(folder, agents)
+            patience = elastic.PATIENCE if again else 0.0
             with sole_writer(folder, patience) if place.rank == 0 else nullcontext():
-                config = elastic.agreed(config, steps_in(folder / CHECKPOINTS), world)
+                config = elastic.agreed(config, steps_in(folder / CHECKPOINTS), world, agents)
                 if place.rank == 0 and not config.run.resume:
                     replace_outputs(folder)
                 if place.local_rank == 0:

@@ -104,9 +104,10 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     guard = Guard(world, config.watch.on_nan, tell)
     trainer = trainer_of(config, world, batches, model, pipeline, saver, watch, guard)
     earlier, changed = resume(trainer, config, tokens, console) if config.run.resume else ([], [])
+    agents = elastic.agents(world)
     if world.rank == 0:
         write_json(folder / CONFIG, (asked or config).to_dict())
-        elastic.note_job(folder)
+        elastic.note_job(folder, agents)
         write_json(folder / "versions.json", environment())
     sinks = sinks_for(config, world, console, earlier, trainer.step)
     pulse = Pulse(world, watch.clocks, lambda: trainer.step, folder)
