@@ -26,7 +26,8 @@ They add up to the step. Times are the host's. On a GPU kernels wait, where no h
 alone, and all other kinds are None.
 
 Note [Not finite]
-What to do with a step whose loss or gradients are not finite, and where that began.
+What to do with a step whose loss or gradients are not finite, and where that began. A step can be left out only while
+all parameters are finite: else the run ends, before checkpoints like that take the place of good ones.
 
 The norm of the gradients and the mean loss are the same on all ranks, so all take the same turn here. The step is
 computed once more, from the same samples with the same random numbers, and hooks on every module look at its output:
@@ -533,6 +534,10 @@ class Guard:
         self.skipped, self._row = self.skipped + 1, self._row + 1
         found = self.world.gather_objects(find_not_finite(model, again, self.world.rank))
         line = f"step {step + 1}: the loss is {loss:g}, the norm of the gradients {norm:g}; {where_not_finite(found)}"
+        if self.on_nan == "skip" and any(each.parameters for each in found):
+            raise NotFinite(
+                line + "; leaving steps out mends no parameter, --resume --step takes an earlier checkpoint"
+            )
         if self.on_nan == "stop":
             raise NotFinite(line + "; --on-nan skip would leave such steps out")
         if self._row == SKIPS_IN_A_ROW:

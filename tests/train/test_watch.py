@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -208,17 +208,10 @@ def first_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 class Poison:
-    """From step `first` on, or in it alone, something of `rank` is NaN: what a module makes, its gradient, a weight."""
+    """In some steps, or once in them, something of `rank` is NaN: what a module makes, its gradient, a weight."""
 
-    def __init__(self, what: str, name: str, rank: int = 1, first: int = 2, once: bool = False) -> None:
-        self.what, self.name, self.rank, self.first, self.once, self.done = (
-            what,
-            name,
-            rank,
-            first,
-            once,
-            False,
-        )
+    def __init__(self, what: str, name: str, rank: int = 1, steps: Collection[int] = (2,), once: bool = False) -> None:
+        self.what, self.name, self.rank, self.steps, self.once, self.done = what, name, rank, steps, once, False
 
     def __call__(self, trainer: Trainer) -> None:
         if trainer.world.rank != self.rank:
@@ -231,7 +224,7 @@ class Poison:
         module.register_forward_hook(lambda module, args, output: self.poisoned(trainer, output))
 
     def poisoned(self, trainer: Trainer, output: torch.Tensor) -> torch.Tensor:
-        if trainer.step != self.first or self.done:
+        if trainer.step not in self.steps or self.done:
             return output
         self.done = self.once
         bad = torch.ones_like(output)
@@ -373,11 +366,18 @@ def test_a_skipped_step_changes_no_parameter_and_no_order_of_the_data(worlds, to
 
 
 def test_a_run_whose_every_step_is_skipped_ends(worlds, tokens):
-    first, _ = worlds(2).run(
-        train, "dp", f"--on-nan skip --steps {SKIPS_IN_A_ROW + 3}", tokens, Poison("weight", "norm")
-    )
+    broken = Poison("output", "layers.0", steps=range(99))
+    first, _ = worlds(2).run(train, "dp", f"--on-nan skip --steps {SKIPS_IN_A_ROW + 3}", tokens, broken)
     assert first["error"].endswith(f"{SKIPS_IN_A_ROW} steps in a row were left out")
     assert len(first["told"]) == len(first["steps"]) == SKIPS_IN_A_ROW - 1
+
+
+def test_no_step_is_skipped_for_a_parameter_that_is_nan(worlds, tokens):
+    """Else checkpoints with it would take the place of good ones until the run ends."""
+    for each in worlds(2).run(train, "dp", "--on-nan skip", tokens, Poison("weight", "norm")):
+        assert "parameters were not finite before the step: norm.weight of rank 1 (" in each["error"]
+        assert each["error"].endswith("--resume --step takes an earlier checkpoint")
+        assert each["steps"] == each["told"] == []
 
 
 def test_a_run_ends_after_bad_steps_in_a_row_alone():
