@@ -33,7 +33,6 @@ from torch.distributed.fsdp import FSDPModule
 from fusedtp.commands import elastic
 from fusedtp.commands.build import build_stages, num_parameters
 from fusedtp.commands.results import (
-    append_line,
     json_lines,
     layout_in_words,
     pipeline_in_words,
@@ -59,7 +58,7 @@ from fusedtp.train.loop import Metrics, Trainer, adamw, for_batch, learning_rate
 from fusedtp.train.mesh import World, placement
 from fusedtp.train.pulse import Pulse
 from fusedtp.train.stages import Action, Pipeline
-from fusedtp.train.watch import Guard, Watch
+from fusedtp.train.watch import Guard, Watch, append_line
 
 PROMPT_TOKENS = 160
 INCIDENTS, PIPELINE, SAVES = "incidents.jsonl", "pipeline.json", "saves.jsonl"
@@ -163,9 +162,13 @@ def record_step(pipeline: Pipeline, config: TrainConfig, world: World, console: 
             found: dict[str, Any] = {"step": step, "schedule": pipeline.schedule, "actions": actions}
             with suppress(ValueError):  # an order that cannot be played ends no run
                 found["idle"], found["ideal"] = shares(actions, pipeline.ran)
-            write_json(config.run.folder / PIPELINE, found)
+            try:
+                write_json(path, found)
+            except OSError as error:
+                console.print(f"{path} could not be written: {error.strerror}", highlight=False, soft_wrap=True)
             console.print(pipeline_in_words(found), highlight=False)
 
+    path = config.run.folder / PIPELINE
     step = min(config.parallel.record_step, config.optim.steps) - 1
     if step >= 0:
         pipeline.record(step, tell)

@@ -45,8 +45,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import statistics
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -269,6 +271,34 @@ def peak_memory(device: torch.device) -> int:
     return 0
 
 
+# -- files of lines ----------------------------------------------------------------------------------------------------
+
+_unwritten = set[Path]()  # files of which that has been said
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Add a line to a file, behind a cut one too. That it cannot be written is said on stderr, once: a run goes on."""
+    try:
+        with open(path, "ab+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 1, 0))
+            begin = b"" if not size or file.read(1) == b"\n" else b"\n"
+            file.write(begin + line_of(record).encode())
+        _unwritten.discard(path)
+    except OSError as error:
+        if path not in _unwritten:
+            print(f"{path} could not be written: {error.strerror}", file=sys.stderr)
+        _unwritten.add(path)
+
+
+def line_of(record: Mapping[str, Any]) -> str:
+    """JSON has no NaN and no infinity."""
+    fine = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+    return json.dumps(fine) + "\n"
+
+
 # -- a rank ------------------------------------------------------------------------------------------------------------
 
 
@@ -369,8 +399,7 @@ class Watch:
         if not self._hosts:
             self._hosts = self.world.gather_objects(socket.gethostname())
         if self.folder is not None and self.world.rank == 0:
-            with open(self.folder / RANKS, "a") as file:
-                file.write(json.dumps(reading.to_dict() | {"hosts": self._hosts, "time": time.time()}) + "\n")
+            append_line(self.folder / RANKS, reading.to_dict() | {"hosts": self._hosts, "time": time.time()})
         places = [rank // (self.world.dp * self.world.tp) for rank in range(self.world.size)]
         found = []
         if reading.steps >= min(LEAST_STEPS, self.every):

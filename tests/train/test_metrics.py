@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fusedtp.commands import results
 from fusedtp.commands.results import sinks_for
@@ -53,12 +54,42 @@ def test_a_full_disk_ends_no_run(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as within:
         within.setattr("builtins.open", full)
         sink.write({"step": 1})
-    assert "metrics.jsonl could not be written: No space left on device" in capsys.readouterr().err
+        sink.write({"step": 1})
+    assert capsys.readouterr().err == f"{tmp_path / 'metrics.jsonl'} could not be written: No space left on device\n"
     sink.write({"step": 2})
     assert [record["step"] for record in results.records_of(tmp_path)] == [0, 2]
     monkeypatch.setattr(type(tmp_path), "write_text", full)
     with pytest.raises(ValueError, match=r"metrics\.jsonl cannot be written: No space left"):
         results.JsonLines(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer
+@pytest.mark.parametrize("when", ["at first", "later", "at last"])
+def test_events_that_cannot_be_written_end_no_run(tmp_path, monkeypatch, capsys, when):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(results, "EVENTS_AGAIN", 0.0)
+    with monkeypatch.context() as within:
+        if when == "at first":
+            within.setattr("tensorboard.summary.writer.record_writer.RecordWriter.flush", full)
+        events = results.Events(tmp_path)
+        if when == "later":
+            within.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", full)
+        for step in range(50):
+            events.write({"step": step, "loss": 1.0, "expert_load": [[1, 2]]})
+        if when == "at last":
+            within.setattr("tensorboard.summary.writer.record_writer.RecordWriter.flush", full)
+            events.close()
+    events.write({"step": 50, "loss": 2.0})
+    events.close()
+    told = [line for line in capsys.readouterr().err.splitlines() if "could not be written" in line]
+    assert told == [
+        f"{tmp_path} could not be written: No space left on device; its curves lack some steps, metrics.jsonl has the "
+        "same numbers"
+    ]
+    read = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    assert (read[-1].step, read[-1].value) == (50, 2.0)
 
 
 def test_a_kill_while_a_file_is_written_leaves_what_was_there(tmp_path):

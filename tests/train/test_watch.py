@@ -172,6 +172,26 @@ def test_memory_is_what_the_process_has_had_at_most():
     assert abs(peak_memory(here) - most) < size / 8
 
 
+def test_a_disk_that_is_full_ends_no_run(tmp_path, capsys):
+    """It is said once for as long as it lasts, and what was cut costs no other line."""
+    watch, path = Watch(World(), 1, tmp_path), tmp_path / "ranks.jsonl"
+
+    def two_steps(step: int) -> str:
+        watch.step(step, 1.0), watch.step(step + 1, 1.0)  # type: ignore[func-returns-value]
+        return capsys.readouterr().err
+
+    two_steps(0)
+    (kept,) = path.read_text().splitlines()
+    path.unlink(), path.mkdir()  # type: ignore[func-returns-value]
+    assert two_steps(2) == f"{path} could not be written: Is a directory\n"
+    path.rmdir()
+    path.write_text(f"{kept}\n{kept[:9]}")
+    assert two_steps(4) == ""
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines() if line.endswith("}")] == [1, 4, 5]
+    path.unlink(), path.mkdir()  # type: ignore[func-returns-value]
+    assert two_steps(6) != ""
+
+
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 MESHES = {  # (pp, dp, tp) of two ranks, and options
