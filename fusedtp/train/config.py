@@ -635,13 +635,11 @@ def own_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
             f"{sizes_that_split(model.heads, model.kv_heads)} would work"
         )
     found += stages_faults(config, model.layers)
-    if config.parallel.copies(dp) > 1 and (config.parallel.ep or tp) > tp:
-        found.append(
-            "--dp-replicate or --data-parallel ddp with --ep beyond --tp: experts are data parallel over fewer ranks "
-            "already"
-        )
     if model.experts > 0 and min(dp, tp) > 0:
         found += sharing_faults(config, dp, tp)
+    if not model.experts:
+        shared = (("ep", config.parallel.ep, None), ("expert-tp", config.parallel.expert_tp, 1))
+        found += [f"--{name} {value} without --experts" for name, value, none in shared if value != none]
     return found
 
 
@@ -666,6 +664,11 @@ def sharing_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     ep = parallel.ep or tp
     if ep < 1 or parallel.expert_tp < 1:
         return []  # ParallelOptions says so
+    if parallel.copies(dp) > 1 and ep > tp:
+        return [
+            "--dp-replicate or --data-parallel ddp with --ep beyond --tp: experts are data parallel over fewer ranks "
+            "already"
+        ]
     if ep % tp or (dp * tp) % ep:
         return [f"--ep {ep} is no multiple of --tp {tp} that divides the {dp * tp} ranks"]
     if model.expert_width < parallel.expert_tp > 1:
