@@ -232,7 +232,7 @@ def summarize(
     return {
         "loss_first": metrics.steps[0]["loss"],
         "loss_last": metrics.steps[-1]["loss"],
-        "val_loss": metrics.validations[-1]["val_loss"],
+        "val_loss": metrics.validations[-1]["val_loss"] if metrics.validations else None,
         "max_loss_difference": verification and verification.max_loss_difference,
         "max_grad_norm_difference": verification and verification.max_grad_norm_difference,
         "verified": verification and verification.passed,
@@ -302,8 +302,8 @@ def show(console: Console, summary: dict[str, Any], verification: Verification |
     table = Table(show_header=False, title="training run", title_justify="left")
     waiting = summary["wait_share"]
     rows = {
-        "loss": f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f} nats/{unit}",
-        "validation loss": f"{summary['val_loss']:.3f} nats/{unit}",
+        "loss": f"{_nats(summary['loss_first'])} -> {_nats(summary['loss_last'])} nats/{unit}",
+        "validation loss": f"{_nats(summary['val_loss'])} nats/{unit}",
         "speed": f"{summary['tokens_per_second']:,.0f} tokens/s",
         "waiting for peers": f"{waiting:.0%} of a step" if waiting is not None else "not measured",
         "ranks": f"{summary['layout']}, {summary['device']}, {summary['dtype']}",
@@ -319,6 +319,11 @@ def show(console: Console, summary: dict[str, Any], verification: Verification |
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def _nats(loss: float | None) -> str:
+    """None where a file of records lacks it: it was not finite, or the line was lost."""
+    return "?" if loss is None else f"{loss:.3f}"
 
 
 def show_sample(console: Console, prompt: str, written: str) -> None:

@@ -33,6 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 from fusedtp.commands import elastic
 from fusedtp.commands.build import build_stages, num_parameters
 from fusedtp.commands.results import (
+    METRICS,
     json_lines,
     layout_in_words,
     pipeline_in_words,
@@ -132,13 +133,15 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     verification = None
     if config.run.verify and changed:
         say(f"not compared with one process: the first steps were trained with another {', '.join(changed)}")
-    elif config.run.verify:
+    elif config.run.verify and metrics.steps:
         console.print(
             f"training the first {min(config.run.verify_steps, len(metrics.steps))} steps again in one process ...",
             highlight=False,
         )
         verification = verify(config, tokens, metrics.steps, world)
-    if world.rank == 0:
+    if world.rank == 0 and not metrics.steps:
+        say(f"no step is trained, and {METRICS} holds none: there is nothing to sum up")
+    elif world.rank == 0:
         summary = summarize(config, world, metrics, engines, parameters, verification)
         write_json(folder / "summary.json", summary)
         plot_losses(folder / "loss.png", metrics, unit)

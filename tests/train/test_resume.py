@@ -217,6 +217,17 @@ def test_more_steps_and_an_earlier_checkpoint(book, tmp_path, capsys):
     assert "no step was trained" in capsys.readouterr().out
 
 
+def test_a_finished_run_that_lost_its_records_ends_in_order(book, tmp_path, capsys):
+    assert cli.main(arguments(book, tmp_path, "--verify", "--verify-steps", "1")) == 0
+    path = tmp_path / "main" / "metrics.jsonl"
+    records = path.read_text().splitlines()
+    for left, said in (([], "metrics.jsonl holds none: there is nothing to sum up"), (records[:1], "? nats/byte")):
+        path.write_text("".join(f"{line}\n" for line in left))
+        capsys.readouterr()
+        assert cli.main(["train", "--runs", str(tmp_path), "--resume"]) == 0
+        assert said in capsys.readouterr().out
+
+
 def test_a_copy_of_a_run_is_gone_on_with_and_the_run_stays(book, tmp_path):
     assert cli.main(arguments(book, tmp_path, "--name", "books", "--save-every", "2", "--keep-last", "9")) == 0
     shutil.copytree(tmp_path / "books", tmp_path / "main")
