@@ -176,14 +176,15 @@ def step_of(reading: Reading, rank: int) -> dict[str, float]:
 
 
 def verdict(readings: Sequence[Reading]) -> tuple[str, dict[str, float]]:
-    """What bounds a run, and the shares of a step that say so; ("not measured", ...) where waits are not.
+    """What bounds a run, and the shares of a step that say so; ("not measured", ...) where waits are not, and
+    ("not known", {}) without readings.
 
     communication   the waits of the rank that waited least: transfers, and a pipeline's bubble
     slower_ranks    what ranks waited beyond that, in the mean: for ranks that came later
     """
     steps = sum(reading.steps for reading in readings)
     if not steps:
-        return "not measured", {}
+        return "not known", {}
     every: dict[str, list[float]] = {
         kind: [
             sum(each.mean[kind][rank] * each.steps for each in readings) / steps for rank in range(readings[0].ranks)
@@ -212,6 +213,8 @@ def verdict(readings: Sequence[Reading]) -> tuple[str, dict[str, float]]:
 
 def in_words(bound: str, shares: Mapping[str, float]) -> str:
     """A verdict with its evidence, in a line."""
+    if bound == "not known":
+        return "what bounds a step is not known: no step but the first one, which warms up, was trained"
     if bound == "not measured":
         told = f"; reading data took {shares['data']:.0%}" if "data" in shares else ""
         return "what bounds a step is not measured on this device, where kernels wait" + told

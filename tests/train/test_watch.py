@@ -136,6 +136,13 @@ def test_the_verdict_names_the_largest_part_and_its_shares_sum_to_the_step(bound
     assert in_words(found, shares).startswith(f"bound by {bound}: ")
 
 
+def test_a_first_step_alone_says_nothing_of_what_bounds_a_step():
+    watch = Watch(World())
+    assert watch.verdict() == "no step was trained"
+    watch.step(0, 1.0, last=True)
+    assert watch.verdict().startswith("what bounds a step is not known: no step but the first one")
+
+
 def test_what_a_gpu_does_not_show_is_not_measured():
     unseen = reading(**{kind: [math.nan] * 2 for kind in KINDS} | {"data": [0.1, 0.5]})
     bound, shares = verdict([unseen])
