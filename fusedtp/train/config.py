@@ -611,6 +611,13 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
         found += own_faults(config, dp, tp)
     if config.run.determinism and config.parallel.engine == "multimem":
         found.append("--determinism with --engine multimem: the order in which a switch sums is its own")
+    if not config.checkpoint.save and not config.run.resume:  # which has options of a run that saved
+        asked, plain = config.checkpoint, CheckpointOptions()
+        found += [
+            f"--{name.replace('_', '-')} {getattr(asked, name)} with --no-save: nothing is saved"
+            for name in ("save_every", "keep_last", "keep_every")
+            if getattr(asked, name) != getattr(plain, name)
+        ]
     if dp % (copies := max(1, config.parallel.dp_replicate)):
         found.append(f"--dp-replicate {copies} does not divide --dp {dp}")
     if config.parallel.param_dtype not in ("fp32", config.run.dtype):

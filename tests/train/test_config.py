@@ -57,6 +57,15 @@ def test_sums_of_a_switch_are_not_deterministic():
     assert faults(parse(["--determinism", "--engine", "triton"]), 1, 2) == []
 
 
+def test_when_to_save_is_not_asked_of_a_run_that_saves_nothing():
+    asked = ["--no-save", "--save-every", "5", "--keep-last", "3"]
+    assert faults(parse(asked), 1, 2) == [
+        "--save-every 5 with --no-save: nothing is saved",
+        "--keep-last 3 with --no-save: nothing is saved",
+    ]
+    assert faults(parse(["--no-save"]), 1, 2) == faults(parse([*asked, "--resume"]), 1, 2) == []
+
+
 def test_heads_that_do_not_divide_say_which_sizes_work():
     (found,) = faults(TrainConfig(ModelOptions(heads=4, kv_heads=2)), 1, 3)
     assert found.startswith("--tp 3 with 4 heads")
