@@ -95,13 +95,13 @@ def shard_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
         return []  # foreign_faults says so
     if dp < 2 or model.faults() or config.data.faults() or not heads_split(tp, model.heads, model.kv_heads):
         return []
-    if model.experts and sharing_faults(config, dp, tp):
+    if dp % (copies := max(1, config.parallel.copies(dp))) or (model.experts and sharing_faults(config, dp, tp)):
         return []
     on_meta = CausalLM(model_config(config), device="meta")
     ep = config.parallel.ep or tp
     split = ExpertSplit(tensor_parallel=config.parallel.expert_tp, num_ranks=ep)
     ways = ways_of(on_meta, tp, split) if max(tp, ep) > 1 else {}
-    return empty_shards(on_meta, ways, dp // max(1, config.parallel.copies(dp)) * tp)
+    return empty_shards(on_meta, ways, dp // copies * tp)
 
 
 def num_parameters(config: TrainConfig) -> int:

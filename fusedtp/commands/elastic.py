@@ -12,11 +12,13 @@ A rank never gets more rows at a time than it was configured for, so that activa
 where ranks go. With --dp-replicate the shards stay and copies go.
 
 Ranks that are started again go on from the newest good checkpoint. That they are, and not the first ranks of a job that
-finds an older run in its folder, shows the job's name: torchrun's --rdzv-id, noted in the folder.
+finds an older run in its folder, shows what is noted in the folder: the job's name, torchrun's --rdzv-id, and its
+agents, the torchrun of every machine. One of those must still be there: a later job may have the same name.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,10 +28,10 @@ from typing import Any
 
 from fusedtp.commands.build import shard_faults
 from fusedtp.train.config import TrainConfig, faults
-from fusedtp.train.mesh import World
+from fusedtp.train.mesh import Place, World, torchrun_place
 from fusedtp.train.stages import pipeline_faults
 
-JOB = ".job"  # of a run's folder: the torchrun job that trains it
+JOB = ".job"  # of a run's folder: the torchrun job that trains it, and its agents
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # for torchrun: every start of the ranks has a store of its own
 NEWS_SECONDS = 5.0  # in which torchrun's SIGTERM reaches all nodes, where it asks all to end
 PATIENCE = 30.0  # seconds that a rank which is started again waits for the one before it to let go of the folder
@@ -143,34 +145,94 @@ def job() -> str | None:
     return None if name == "none" else name
 
 
-def note_job(folder: Path) -> None:
-    """Leave the job's name with the run that it trains."""
-    (folder / JOB).write_text(job() or "")
+def agent(process: int | None = None) -> str:
+    """The agent that started a process, this one or another: its machine, boot, process and when that began.
+
+    A script may lie between them: it has the job's name in its environment, which the agent has not.
+    """
+    process = parent(process or os.getpid())
+    while process > 1 and f"TORCHELASTIC_RUN_ID={job()}".encode() in _of(process, "environ").split(b"\0"):
+        process = parent(process)
+    began = _of(process, "stat").rpartition(b")")[2].split()[19:20]
+    boot = _of("sys/kernel/random", "boot_id").decode().strip()
+    return " ".join([os.uname().nodename, boot, str(process), *(each.decode() for each in began)])
 
 
-def started_again(folder: Path) -> bool:
+def parent(process: int) -> int:
+    """The process that started another one; 0 where that cannot be known."""
+    after_its_name = _of(process, "stat").rpartition(b")")[2].split()
+    return int(after_its_name[1]) if after_its_name else 0
+
+
+def _of(process: int | str, file: str) -> bytes:
+    try:
+        return Path(f"/proc/{process}/{file}").read_bytes()
+    except OSError:
+        return b""
+
+
+def agents(world: World) -> list[str]:
+    """Those of all ranks. Collective."""
+    return sorted(set(world.gather_objects(agent())))
+
+
+def note_job(folder: Path, agents: Sequence[str]) -> None:
+    """Leave the job's name and its agents with the run that it trains."""
+    (folder / JOB).write_text(json.dumps({"job": job(), "agents": list(agents)}) + "\n")
+
+
+def _noted(folder: Path) -> tuple[str | None, list[str]]:
+    try:
+        noted = json.loads((folder / JOB).read_text())
+        return noted["job"], noted["agents"]
+    except (OSError, ValueError, KeyError, TypeError):  # of an older version
+        return None, []
+
+
+def started_again(folder: Path, agents: Sequence[str] = ()) -> bool:
     """Whether ranks of this job have trained the run before. A job without a name is known by torchrun's count, which
-    does not count nodes that join."""
+    does not count nodes that join. agents: of all ranks; default: this one's alone."""
     if (name := job()) is None:
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    return (folder / JOB).is_file() and (folder / JOB).read_text() == name
+    before, known = _noted(folder)
+    return before == name and not set(agents or [agent()]).isdisjoint(known)
 
 
-def goes_on(config: TrainConfig, steps: Sequence[int]) -> TrainConfig:
+def undecided(folder: Path) -> bool:
+    """Whether this machine has joined a job of this name, so that only all agents together know; see agreed."""
+    place = torchrun_place() or Place()
+    known = job() is not None and _noted(folder)[0] == job()
+    return known and place.local_ranks < place.ranks and not started_again(folder)
+
+
+def taken(folder: Path, steps: Sequence[int]) -> str:
+    """Why a new run is refused."""
+    return (
+        f"{folder} holds checkpoints up to step {max(steps)}: --resume goes on from there, --replace removes them, "
+        "another --name leaves them"
+    )
+
+
+def goes_on(config: TrainConfig, steps: Sequence[int], agents: Sequence[str] = ()) -> TrainConfig:
     """The configuration with --resume where this rank is to go on from the checkpoints of these steps unasked."""
     run = config.run
-    if steps and started_again(run.folder):  # what was asked of the first ranks has been done
+    if steps and started_again(run.folder, agents):  # what was asked of the first ranks has been done
         return replace(config, run=replace(run, resume=True, replace=False, step=None))
     if steps and config.parallel.elastic and not run.replace:
         return replace(config, run=replace(run, resume=True))
     return config
 
 
-def agreed(config: TrainConfig, steps: Sequence[int], world: World) -> TrainConfig:
-    """goes_on as the first rank sees the folder, on all ranks: a disk may show another one an older state."""
-    found = goes_on(config, steps).run if world.rank == 0 else config.run
-    first = [found.resume, found.replace, 0 if found.step is None else found.step + 1]
-    resume, replaces, step = world.largest(first if world.rank == 0 else [0, 0, 0])
+def agreed(config: TrainConfig, steps: Sequence[int], world: World, agents: Sequence[str] = ()) -> TrainConfig:
+    """goes_on as the first rank sees the folder, on all ranks: a disk may show another one an older state.
+
+    Raises ValueError, on all of them, where the folder is of another run.
+    """
+    found = goes_on(config, steps, agents).run if world.rank == 0 else config.run
+    first = [found.resume, found.replace, 0 if found.step is None else found.step + 1, max(steps, default=0)]
+    resume, replaces, step, newest = world.largest(first if world.rank == 0 else [0, 0, 0, 0])
+    if newest and not resume and not replaces:
+        raise ValueError(taken(config.run.folder, [int(newest)]))
     run = replace(config.run, resume=bool(resume), replace=bool(replaces), step=step - 1 if step else None)
     return replace(config, run=run)
 
@@ -180,7 +242,7 @@ def because(about: Mapping[str, Any], world: World, folder: Path) -> str:
     before = int(about.get("ranks", world.size))
     if before != world.size:
         return f"{before} ranks became {world.size}"
-    return "torchrun started the ranks again" if started_again(folder) else ""
+    return "torchrun started the ranks again" if started_again(folder, agents(world)) else ""
 
 
 def moved(about: Mapping[str, Any], config: TrainConfig, world: World) -> str:

@@ -20,7 +20,7 @@ configuration trains.
 Note [Finetune]
 `fusedtp finetune`: `fusedtp train --model` with defaults for a short run on a model that is trained already.
 
-    --model llama --tp 2 --steps 30 --batch 8 --length 128 --weight-decay 0 --sample 0 --name finetune --replace
+    --model llama --tp 2 --steps 30 --batch 8 --length 128 --weight-decay 0 --sample 0 --name finetune
     --lr       5e-5 for all weights of a folder, else 2e-3
     --warmup   a tenth of the steps
     --out      the folder that `fusedtp checkpoints export` writes at the end
@@ -58,7 +58,6 @@ from fusedtp.commands import elastic, runs
 from fusedtp.commands.build import build_stages, foreign_faults, shard_faults
 from fusedtp.commands.results import screen
 from fusedtp.commands.run import (
-    CHECKPOINTS,
     END,
     INCIDENTS,
     PIPELINE,
@@ -77,6 +76,7 @@ from fusedtp.environment import cores
 from fusedtp.ops.engines import interpreting
 from fusedtp.train.checkpoint import CheckpointError, about, faults_of, path_of, steps_in
 from fusedtp.train.config import (
+    CHECKPOINTS,
     DataOptions,
     ForeignOptions,
     OptimOptions,
@@ -86,6 +86,7 @@ from fusedtp.train.config import (
     faults,
     layout,
     parse,
+    saved,
     saved_faults,
     with_dp,
     with_tokenizer,
@@ -101,17 +102,32 @@ OUTPUTS = (
 )  # fmt: skip
 LOCK = ".lock"  # of a run's folder: held by the run that writes there, with its process in it
 WRONG_USAGE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # of torchrun: seconds from SIGTERM to SIGKILL; its own default is 30
 LAST_LINES = 20  # of the stderr of a rank that died without an exception
 
 
 def main(argv: list[str]) -> int:
     """Run the job, or one rank of it under torchrun; returns the exit code."""
-    return start(parse(argv), argv)
+    config, place = parse(argv), torchrun_place() or Place()
+    if config.run.resume and place.rank == 0 and not _asked_before():
+        read, why = saved(config.run.folder)
+        if read is not None and why:
+            print(f"fusedtp train: {why}", file=sys.stderr)
+    return start(config, argv)
+
+
+def _asked_before() -> bool:
+    """Whether another process of this command has started this one, and looked at the options."""
+    return torchrun_place() is not None and elastic.OWN_STORE in os.environ
 
 
 def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
     """The same of what `argv` of that subcommand says."""
     place = torchrun_place()
+    if asked.run.resume and (unread := saved_faults(asked.run.folder)):  # what else is wrong may follow from it
+        if place is None or place.local_rank == 0:
+            report(unread, command)
+        return WRONG_USAGE
     ranks, local_ranks = place[2:] if place else 2 * (default_ranks(asked),)
     config, found = elastic.fit(asked, ranks) if asked.parallel.elastic else (asked, [])
     dp, tp = layout(config, ranks, local_ranks)
@@ -121,8 +137,7 @@ def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
     found += machine_faults(config, dp, tp, ranks, local_ranks)
     if place is None:
         found += data_faults(config) + held_faults(config.run.folder)
-    asked_before = place is not None and elastic.OWN_STORE in os.environ  # by who started these ranks
-    if config.foreign.model is not None and not config.data.faults() and not asked_before:
+    if config.foreign.model is not None and not config.data.faults() and not _asked_before():
         found += foreign_faults(config, dp, tp)
     if found:
         if place is None or place.local_rank == 0:
@@ -172,15 +187,14 @@ def checkpoint_faults(config: TrainConfig) -> list[str]:
     run = elastic.goes_on(config, steps).run
     if run.resume and (unread := saved_faults(run.folder)):
         return unread
+    if steps and elastic.undecided(run.folder):
+        return []
     if run.resume and not steps:
         return [f"--resume: {folder} holds no checkpoint"]
     if run.step is not None and run.resume and run.step not in steps:
         return [f"--step {run.step}: {folder} has checkpoints of the steps {', '.join(map(str, steps))}"]
     if steps and not run.resume and not run.replace:
-        return [
-            f"{run.folder} holds checkpoints up to step {steps[-1]}: --resume goes on from there, --replace removes "
-            "them, another --name leaves them"
-        ]
+        return [elastic.taken(run.folder, steps)]
     return resume_faults(config, [run.step] if run.step is not None else steps) if run.resume else []
 
 
@@ -272,9 +286,11 @@ def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command:
             ) as world,
         ):
             folder = config.run.folder
-            patience = elastic.PATIENCE if config.parallel.elastic or elastic.started_again(folder) else 0.0
+            agents = elastic.agents(world)
+            again = config.parallel.elastic or elastic.started_again(folder, agents)
+            patience = elastic.PATIENCE if again else 0.0
             with sole_writer(folder, patience) if place.rank == 0 else nullcontext():
-                config = elastic.agreed(config, steps_in(folder / CHECKPOINTS), world)
+                config = elastic.agreed(config, steps_in(folder / CHECKPOINTS), world, agents)
                 if place.rank == 0 and not config.run.resume:
                     replace_outputs(folder)
                 if place.local_rank == 0:
@@ -354,6 +370,7 @@ def launch(
     # other work kept both cores busy, that stretched a second of the reference to a minute.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ[elastic.OWN_STORE] = "1"
+    os.environ.setdefault(SHUTDOWN, "3600")  # a step and its save may take long; --timeout ends ranks that hang
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     with tempfile.TemporaryDirectory(prefix="fusedtp-train-") as logs:
         where = ["--standalone", f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--tee=2"]  # stderr
@@ -577,8 +594,7 @@ def parse_finetune(argv: list[str]) -> FinetuneConfig:
     first = _parse_finetune(argv, FINETUNE)
     trained = Path(first.foreign.model or "").is_dir() and not first.foreign.lora
     optim = dataclasses.replace(FINETUNE.optim, lr=5e-5 if trained else 2e-3, warmup=max(1, first.optim.steps // 10))
-    run = dataclasses.replace(FINETUNE.run, replace=not first.run.resume)
-    made = _parse_finetune(argv, dataclasses.replace(FINETUNE, optim=optim, run=run))
+    made = _parse_finetune(argv, dataclasses.replace(FINETUNE, optim=optim))
     return with_tokenizer(with_dp(made, argv))
 
 

@@ -26,9 +26,9 @@ from typing import Any
 import tyro
 
 from fusedtp.commands.results import METRICS, duration, json_lines, pipeline_in_words
-from fusedtp.commands.run import CHECKPOINTS, INCIDENTS, PIPELINE, SAVES
+from fusedtp.commands.run import INCIDENTS, PIPELINE, SAVES
 from fusedtp.train.checkpoint import as_bytes, steps_in
-from fusedtp.train.config import CONFIG
+from fusedtp.train.config import CHECKPOINTS, CONFIG
 from fusedtp.train.pulse import HANG
 from fusedtp.train.watch import KINDS, RANKS, WAITS, Reading, in_words, verdict
 

@@ -10,7 +10,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,14 @@ from fusedtp.train.config import TrainConfig
 from fusedtp.train.loop import Metrics, Sink
 from fusedtp.train.mesh import World
 from fusedtp.train.stages import Action
+from fusedtp.train.watch import append_line, line_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch.utils.tensorboard import SummaryWriter
 
 METRICS = "metrics.jsonl"
+EVENTS_AGAIN = 60.0  # seconds after TensorBoard's events could not be written
 
 
 def screen(quiet: bool) -> Console:
@@ -76,25 +80,13 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Add a line to such a file, behind a cut one too. What cannot be written is said on stderr: a run goes on."""
-    try:
-        with open(path, "ab+") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - 1, 0))
-            begin = b"" if not size or file.read(1) == b"\n" else b"\n"
-            file.write(begin + _line(record).encode())
-    except OSError as error:
-        print(f"{path} could not be written: {error.strerror}", file=sys.stderr)
-
-
 class JsonLines:
     """One JSON object a line, readable while the run goes on; null for what is not finite."""
 
     def __init__(self, path: Path, earlier: Sequence[dict[str, Any]] = ()) -> None:
         draft = path.with_suffix(".draft")
         try:
-            draft.write_text("".join(map(_line, earlier)))
+            draft.write_text("".join(map(line_of, earlier)))
             draft.rename(path)
         except OSError as error:
             raise ValueError(f"{path} cannot be written: {error.strerror}") from error
@@ -107,34 +99,52 @@ class JsonLines:
         """Nothing is open."""
 
 
-def _line(record: dict[str, Any]) -> str:
-    """JSON has no NaN and no infinity."""
-    fine = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
-    }
-    return json.dumps(fine) + "\n"
-
-
 class Events:
-    """TensorBoard events: a curve for every number."""
+    """TensorBoard events: a curve for every number. What cannot be written is said, and left out: a run goes on."""
 
     def __init__(self, folder: Path, first: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(folder), purge_step=first or None)
+        self.folder, self.first = folder, first
         self.loads: list[dict[str, Any]] = []
+        self.writer: SummaryWriter | None = None
+        self._failed = -math.inf  # when, by the clock
+        self._try(lambda writer: writer.flush())
 
     def write(self, record: dict[str, Any]) -> None:
-        for name, value in record.items():
-            if name == "expert_load":
-                self.loads.append(record)
-            elif name != "step" and value is not None:
-                self.writer.add_scalar(name, value, record["step"])
+        if "expert_load" in record:
+            self.loads.append(record)
+        numbers = {name: value for name, value in record.items() if name not in ("step", "expert_load")}
+
+        def add(writer: SummaryWriter) -> None:
+            for name, value in numbers.items():
+                if value is not None:
+                    writer.add_scalar(name, value, record["step"])
+
+        self._try(add)
 
     def close(self) -> None:
-        if self.loads:
-            self.writer.add_figure("expert_load", heat_map(self.loads), self.loads[-1]["step"])
-        self.writer.close()
+        def end(writer: SummaryWriter) -> None:
+            if self.loads:
+                writer.add_figure("expert_load", heat_map(self.loads), self.loads[-1]["step"])
+            writer.close()
+
+        self._try(end)
+
+    def _try(self, action: Callable[[SummaryWriter], None]) -> None:
+        """With a writer: a new one some time after one has failed, since its thread has ended."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self.writer is None and time.monotonic() - self._failed < EVENTS_AGAIN:
+            return
+        try:
+            if self.writer is None:
+                self.writer = SummaryWriter(str(self.folder), purge_step=self.first or None)
+            action(self.writer)
+            self.first = 0
+        except OSError as error:
+            if self._failed == -math.inf:
+                why = f"{self.folder} could not be written: {error.strerror or error}"
+                print(f"{why}; its curves lack some steps, {METRICS} has the same numbers", file=sys.stderr)
+            self.writer, self._failed = None, time.monotonic()
 
 
 class Screen:
@@ -222,7 +232,7 @@ def summarize(
     return {
         "loss_first": metrics.steps[0]["loss"],
         "loss_last": metrics.steps[-1]["loss"],
-        "val_loss": metrics.validations[-1]["val_loss"],
+        "val_loss": metrics.validations[-1]["val_loss"] if metrics.validations else None,
         "max_loss_difference": verification and verification.max_loss_difference,
         "max_grad_norm_difference": verification and verification.max_grad_norm_difference,
         "verified": verification and verification.passed,
@@ -257,7 +267,13 @@ def layout_in_words(world: World) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    """Write a file whole: a kill leaves what was there before."""
+    draft = path.with_name(f"{path.name}.draft")
+    with open(draft, "w") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
 
 
 def plot_losses(path: Path, metrics: Metrics, unit: str = "byte") -> None:
@@ -286,8 +302,8 @@ def show(console: Console, summary: dict[str, Any], verification: Verification |
     table = Table(show_header=False, title="training run", title_justify="left")
     waiting = summary["wait_share"]
     rows = {
-        "loss": f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f} nats/{unit}",
-        "validation loss": f"{summary['val_loss']:.3f} nats/{unit}",
+        "loss": f"{_nats(summary['loss_first'])} -> {_nats(summary['loss_last'])} nats/{unit}",
+        "validation loss": f"{_nats(summary['val_loss'])} nats/{unit}",
         "speed": f"{summary['tokens_per_second']:,.0f} tokens/s",
         "waiting for peers": f"{waiting:.0%} of a step" if waiting is not None else "not measured",
         "ranks": f"{summary['layout']}, {summary['device']}, {summary['dtype']}",
@@ -303,6 +319,11 @@ def show(console: Console, summary: dict[str, Any], verification: Verification |
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def _nats(loss: float | None) -> str:
+    """None where a file of records lacks it: it was not finite, or the line was lost."""
+    return "?" if loss is None else f"{loss:.3f}"
 
 
 def show_sample(console: Console, prompt: str, written: str) -> None:

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 from fusedtp.commands import elastic
 from fusedtp.commands.build import build_stages, num_parameters
 from fusedtp.commands.results import (
-    append_line,
+    METRICS,
     json_lines,
     layout_in_words,
     pipeline_in_words,
@@ -51,18 +51,18 @@ from fusedtp.commands.verify import VerificationFailed, verify
 from fusedtp.environment import environment
 from fusedtp.nn import CausalLM, generate
 from fusedtp.train.bubbles import shares
-from fusedtp.train.checkpoint import Checkpoints, Saved, Saver
-from fusedtp.train.config import CONFIG, TrainConfig
+from fusedtp.train.checkpoint import Checkpoints, Saved, Saver, TrainingState
+from fusedtp.train.config import CHECKPOINTS, CONFIG, TrainConfig
 from fusedtp.train.data import Batches, Bytes, Microbatch
 from fusedtp.train.foreign import Model
 from fusedtp.train.loop import Metrics, Trainer, adamw, for_batch, learning_rate, loss_scale_of
 from fusedtp.train.mesh import World, placement
 from fusedtp.train.pulse import Pulse
 from fusedtp.train.stages import Action, Pipeline
-from fusedtp.train.watch import Guard, Watch
+from fusedtp.train.watch import Guard, Watch, append_line
 
 PROMPT_TOKENS = 160
-CHECKPOINTS, INCIDENTS, PIPELINE, SAVES = "checkpoints", "incidents.jsonl", "pipeline.json", "saves.jsonl"
+INCIDENTS, PIPELINE, SAVES = "incidents.jsonl", "pipeline.json", "saves.jsonl"
 IN_ORDER = "ended in order"
 BEGIN, END = "begin", "end"  # kinds of incidents
 WITHOUT_A_WORD = "the run before ended without a word"
@@ -104,9 +104,10 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     guard = Guard(world, config.watch.on_nan, tell)
     trainer = trainer_of(config, world, batches, model, pipeline, saver, watch, guard)
     earlier, changed = resume(trainer, config, tokens, console) if config.run.resume else ([], [])
+    agents = elastic.agents(world)
     if world.rank == 0:
         write_json(folder / CONFIG, (asked or config).to_dict())
-        elastic.note_job(folder)
+        elastic.note_job(folder, agents)
         write_json(folder / "versions.json", environment())
     sinks = sinks_for(config, world, console, earlier, trainer.step)
     pulse = Pulse(world, watch.clocks, lambda: trainer.step, folder)
@@ -119,7 +120,7 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     if not finished:
         if world.rank == 0:
             note_incident(folder, IN_ORDER, END)
-            if not config.parallel.elastic:
+            if config.checkpoint.save and not config.parallel.elastic:
                 say("--resume goes on from there")
         if config.parallel.elastic and saver is not None and not saver.asked(elastic.NEWS_SECONDS):
             raise elastic.RanksLeft("ranks of another node were asked to end, and the run was saved")
@@ -132,13 +133,15 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     verification = None
     if config.run.verify and changed:
         say(f"not compared with one process: the first steps were trained with another {', '.join(changed)}")
-    elif config.run.verify:
+    elif config.run.verify and metrics.steps:
         console.print(
             f"training the first {min(config.run.verify_steps, len(metrics.steps))} steps again in one process ...",
             highlight=False,
         )
         verification = verify(config, tokens, metrics.steps, world)
-    if world.rank == 0:
+    if world.rank == 0 and not metrics.steps:
+        say(f"no step is trained, and {METRICS} holds none: there is nothing to sum up")
+    elif world.rank == 0:
         summary = summarize(config, world, metrics, engines, parameters, verification)
         write_json(folder / "summary.json", summary)
         plot_losses(folder / "loss.png", metrics, unit)
@@ -162,9 +165,13 @@ def record_step(pipeline: Pipeline, config: TrainConfig, world: World, console: 
             found: dict[str, Any] = {"step": step, "schedule": pipeline.schedule, "actions": actions}
             with suppress(ValueError):  # an order that cannot be played ends no run
                 found["idle"], found["ideal"] = shares(actions, pipeline.ran)
-            write_json(config.run.folder / PIPELINE, found)
+            try:
+                write_json(path, found)
+            except OSError as error:
+                console.print(f"{path} could not be written: {error.strerror}", highlight=False, soft_wrap=True)
             console.print(pipeline_in_words(found), highlight=False)
 
+    path = config.run.folder / PIPELINE
     step = min(config.parallel.record_step, config.optim.steps) - 1
     if step >= 0:
         pipeline.record(step, tell)
@@ -232,7 +239,7 @@ def saver_of(
     tell: Callable[[str], None],
     say: Callable[[str], None] = print,
 ) -> Saver | None:
-    """What saves this run as its options say; None where nothing is saved."""
+    """What saves this run as its options say, or loads it alone; None where neither is asked for."""
     options = config.checkpoint
     if not options.save and not config.run.resume:
         return None
@@ -243,9 +250,10 @@ def saver_of(
         group=world.checkpoint_group,
         asynchronous=options.async_save,
     )
-    checkpoints.tidy()
+    if options.save:
+        checkpoints.tidy()
     mesh = {"pp": world.pp, "dp": world.dp, "tp": world.tp}
-    return Saver(
+    return (Saver if options.save else Loads)(
         checkpoints,
         world,
         every=options.save_every,
@@ -263,6 +271,16 @@ def saver_of(
     )
 
 
+class Loads(Saver):
+    """Of a run that is resumed with --no-save: no checkpoint is written or removed. SIGTERM still ends it in order."""
+
+    def after(self, step: int, state: TrainingState, last: bool) -> bool:
+        (stop,) = self.world.largest([self.asked()])
+        if stop:
+            self._tell(f"asked to end by SIGTERM after step {step}; --no-save: nothing was saved")
+        return bool(stop or last)
+
+
 def resume(
     trainer: Trainer, config: TrainConfig, tokens: Path, console: Console
 ) -> tuple[list[dict[str, Any]], list[str]]:
@@ -275,7 +293,7 @@ def resume(
     loaded = checkpoints.load(
         trainer.state, config.run.step, lambda about: misfits(config, about) + other_tokens(tokens, about)
     )
-    aside = checkpoints.set_aside(loaded.step)
+    aside = checkpoints.set_aside(loaded.step) if config.checkpoint.save else []
     records = records_of(folder)
     lost = max((record["step"] + 1 for record in records), default=loaded.step) - loaded.step
     because = "; ".join(loaded.refused)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from fusedtp.commands.build import build
-from fusedtp.commands.run import CHECKPOINTS, go_on
+from fusedtp.commands.run import go_on
 from fusedtp.nn import CausalLM
 from fusedtp.train.checkpoint import (
     CheckpointError,
@@ -37,7 +37,7 @@ from fusedtp.train.checkpoint import (
     quiet,
     steps_in,
 )
-from fusedtp.train.config import TrainConfig
+from fusedtp.train.config import CHECKPOINTS, TrainConfig
 from fusedtp.train.foreign import Model
 from fusedtp.train.mesh import World
 
@@ -137,16 +137,33 @@ def export(options: CheckpointsOptions) -> int:
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"{options.out} is no folder")
     model, config = load_model(options.run, options.step)
-    if isinstance(model, CausalLM):
-        to_transformers(model, options.out)
-    else:
-        model.hf.save_pretrained(options.out)  # of adapters these alone
+    tokenizer = None
     if config.data.tokenizer is not None:
         from transformers import AutoTokenizer
 
-        AutoTokenizer.from_pretrained(str(config.data.tokenizer), local_files_only=True).save_pretrained(options.out)
+        tokenizer = AutoTokenizer.from_pretrained(str(config.data.tokenizer), local_files_only=True)
+    ids = special_ids(config, tokenizer)
+    if isinstance(model, CausalLM):
+        to_transformers(model, options.out, **ids)
+    else:
+        for each in filter(None, (model.hf.config, getattr(model.hf, "generation_config", None))):
+            for name, value in ids.items():
+                setattr(each, name, value)
+        model.hf.save_pretrained(options.out)  # of adapters these alone
+    if tokenizer is not None:
+        tokenizer.save_pretrained(options.out)
     print(f"written to {options.out}")
     return 0
+
+
+def special_ids(config: TrainConfig, tokenizer: Any) -> dict[str, Any]:
+    """The ids that begin, end and fill up a text, by their fields' names; none where the model's own stay."""
+    data, source = config.data, Path(config.foreign.model or "")
+    if config.foreign.model is not None and source.exists() and (data.tokenizer == source or data.vocab_size):
+        return {}
+    end = data.vocabulary.end if tokenizer is None else tokenizer.eos_token_id
+    bos, pad = (getattr(tokenizer, name, None) for name in ("bos_token_id", "pad_token_id"))
+    return {"bos_token_id": bos, "eos_token_id": end, "pad_token_id": pad}
 
 
 # -- fusedtp generate --------------------------------------------------------------------------------------------------

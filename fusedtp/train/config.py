@@ -20,6 +20,7 @@ import tyro
 
 from fusedtp.nn.heads import heads_split, sizes_that_split
 from fusedtp.parallel import ExpertSplit
+from fusedtp.train.checkpoint import CheckpointError, about, path_of, steps_in
 from fusedtp.train.data import Ids, Tokenizer, tokenizer_of
 from fusedtp.train.stages import pipeline_faults, two_passes
 
@@ -453,7 +454,7 @@ def _not_positive(options: object, *names: str) -> list[str]:
 
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
-CONFIG = "config.json"  # of a run's folder
+CONFIG, CHECKPOINTS = "config.json", "checkpoints"  # of a run's folder
 RETIRED = ("reshard",)  # options that older runs have in it
 
 
@@ -501,24 +502,47 @@ class TrainConfig:
 def parse(argv: list[str], command: str = "train", description: str | None = None) -> TrainConfig:
     """Read a command line; prints help or what is unknown, and exits, as command-line programs do.
 
-    With --resume, what is not given is as it was in the run of that name; see saved_faults.
+    With --resume, what is not given is as it was in the run of that name; see saved.
     """
     config = _parse(argv, TrainConfig(), command, description)
-    saved = config.run.folder / CONFIG
-    if not config.run.resume or not saved.is_file() or saved_faults(config.run.folder):
+    before = saved(config.run.folder)[0] if config.run.resume else None
+    if before is None:
         return config
-    return _parse(argv, TrainConfig.from_dict(json.loads(saved.read_text())), command, description)
+    run = dataclasses.replace(before.run, name=config.run.name, runs=config.run.runs)  # the folder may be a copy
+    return _parse(argv, dataclasses.replace(before, run=run), command, description)
+
+
+def saved(folder: Path) -> tuple[TrainConfig | None, str]:
+    """The configuration that a run's folder holds, and why its config.json cannot be read.
+
+    Then that of the newest checkpoint stands in for it, where one can be read.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        return None, ""
+    try:
+        return _sound(json.loads(path.read_text())), ""
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        why = f"{path} is no configuration of a run: {error}"
+    for step in reversed(steps_in(folder / CHECKPOINTS)):
+        try:
+            found = _sound(about(path_of(folder / CHECKPOINTS, step))["config"])
+        except (CheckpointError, KeyError, ValueError, TypeError, AttributeError):
+            continue
+        return found, f"{why}; its options are taken from the checkpoint of step {step}"
+    return None, why
 
 
 def saved_faults(folder: Path) -> list[str]:
-    """Why the configuration that a run's folder holds cannot be read."""
-    saved = folder / CONFIG
-    try:
-        if saved.is_file():
-            faults(TrainConfig.from_dict(json.loads(saved.read_text())), 1, 1)  # which read every value
-    except (ValueError, TypeError, AttributeError) as error:
-        return [f"{saved} is no configuration of a run: {error}"]
-    return []
+    """Why no configuration of a run's folder can be read."""
+    config, why = saved(folder)
+    return [why] if config is None and why else []
+
+
+def _sound(plain: Mapping[str, Any]) -> TrainConfig:
+    config = TrainConfig.from_dict(plain)
+    faults(config, 1, 1)  # which read every value
+    return config
 
 
 def _parse(argv: list[str], default: TrainConfig, command: str, description: str | None) -> TrainConfig:
@@ -587,6 +611,13 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
         found += own_faults(config, dp, tp)
     if config.run.determinism and config.parallel.engine == "multimem":
         found.append("--determinism with --engine multimem: the order in which a switch sums is its own")
+    if not config.checkpoint.save and not config.run.resume:  # which has options of a run that saved
+        asked, plain = config.checkpoint, CheckpointOptions()
+        found += [
+            f"--{name.replace('_', '-')} {getattr(asked, name)} with --no-save: nothing is saved"
+            for name in ("save_every", "keep_last", "keep_every")
+            if getattr(asked, name) != getattr(plain, name)
+        ]
     if dp % (copies := max(1, config.parallel.dp_replicate)):
         found.append(f"--dp-replicate {copies} does not divide --dp {dp}")
     if config.parallel.param_dtype not in ("fp32", config.run.dtype):
@@ -611,13 +642,11 @@ def own_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
             f"{sizes_that_split(model.heads, model.kv_heads)} would work"
         )
     found += stages_faults(config, model.layers)
-    if config.parallel.copies(dp) > 1 and (config.parallel.ep or tp) > tp:
-        found.append(
-            "--dp-replicate or --data-parallel ddp with --ep beyond --tp: experts are data parallel over fewer ranks "
-            "already"
-        )
     if model.experts > 0 and min(dp, tp) > 0:
         found += sharing_faults(config, dp, tp)
+    if not model.experts:
+        shared = (("ep", config.parallel.ep, None), ("expert-tp", config.parallel.expert_tp, 1))
+        found += [f"--{name} {value} without --experts" for name, value, none in shared if value != none]
     return found
 
 
@@ -642,6 +671,11 @@ def sharing_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     ep = parallel.ep or tp
     if ep < 1 or parallel.expert_tp < 1:
         return []  # ParallelOptions says so
+    if parallel.copies(dp) > 1 and ep > tp:
+        return [
+            "--dp-replicate or --data-parallel ddp with --ep beyond --tp: experts are data parallel over fewer ranks "
+            "already"
+        ]
     if ep % tp or (dp * tp) % ep:
         return [f"--ep {ep} is no multiple of --tp {tp} that divides the {dp * tp} ranks"]
     if model.expert_width < parallel.expert_tp > 1:

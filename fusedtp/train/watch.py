@@ -26,7 +26,8 @@ They add up to the step. Times are the host's. On a GPU kernels wait, where no h
 alone, and all other kinds are None.
 
 Note [Not finite]
-What to do with a step whose loss or gradients are not finite, and where that began.
+What to do with a step whose loss or gradients are not finite, and where that began. A step can be left out only while
+all parameters are finite: else the run ends, before checkpoints like that take the place of good ones.
 
 The norm of the gradients and the mean loss are the same on all ranks, so all take the same turn here. The step is
 computed once more, from the same samples with the same random numbers, and hooks on every module look at its output:
@@ -44,8 +45,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import statistics
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -173,14 +176,15 @@ def step_of(reading: Reading, rank: int) -> dict[str, float]:
 
 
 def verdict(readings: Sequence[Reading]) -> tuple[str, dict[str, float]]:
-    """What bounds a run, and the shares of a step that say so; ("not measured", ...) where waits are not.
+    """What bounds a run, and the shares of a step that say so; ("not measured", ...) where waits are not, and
+    ("not known", {}) without readings.
 
     communication   the waits of the rank that waited least: transfers, and a pipeline's bubble
     slower_ranks    what ranks waited beyond that, in the mean: for ranks that came later
     """
     steps = sum(reading.steps for reading in readings)
     if not steps:
-        return "not measured", {}
+        return "not known", {}
     every: dict[str, list[float]] = {
         kind: [
             sum(each.mean[kind][rank] * each.steps for each in readings) / steps for rank in range(readings[0].ranks)
@@ -209,6 +213,8 @@ def verdict(readings: Sequence[Reading]) -> tuple[str, dict[str, float]]:
 
 def in_words(bound: str, shares: Mapping[str, float]) -> str:
     """A verdict with its evidence, in a line."""
+    if bound == "not known":
+        return "what bounds a step is not known: no step but the first one, which warms up, was trained"
     if bound == "not measured":
         told = f"; reading data took {shares['data']:.0%}" if "data" in shares else ""
         return "what bounds a step is not measured on this device, where kernels wait" + told
@@ -266,6 +272,34 @@ def peak_memory(device: torch.device) -> int:
             if line.startswith("VmHWM:"):
                 return 1024 * int(line.split()[1])
     return 0
+
+
+# -- files of lines ----------------------------------------------------------------------------------------------------
+
+_unwritten = set[Path]()  # files of which that has been said
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Add a line to a file, behind a cut one too. That it cannot be written is said on stderr, once: a run goes on."""
+    try:
+        with open(path, "ab+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 1, 0))
+            begin = b"" if not size or file.read(1) == b"\n" else b"\n"
+            file.write(begin + line_of(record).encode())
+        _unwritten.discard(path)
+    except OSError as error:
+        if path not in _unwritten:
+            print(f"{path} could not be written: {error.strerror}", file=sys.stderr)
+        _unwritten.add(path)
+
+
+def line_of(record: Mapping[str, Any]) -> str:
+    """JSON has no NaN and no infinity."""
+    fine = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+    return json.dumps(fine) + "\n"
 
 
 # -- a rank ------------------------------------------------------------------------------------------------------------
@@ -368,8 +402,7 @@ class Watch:
         if not self._hosts:
             self._hosts = self.world.gather_objects(socket.gethostname())
         if self.folder is not None and self.world.rank == 0:
-            with open(self.folder / RANKS, "a") as file:
-                file.write(json.dumps(reading.to_dict() | {"hosts": self._hosts, "time": time.time()}) + "\n")
+            append_line(self.folder / RANKS, reading.to_dict() | {"hosts": self._hosts, "time": time.time()})
         places = [rank // (self.world.dp * self.world.tp) for rank in range(self.world.size)]
         found = []
         if reading.steps >= min(LEAST_STEPS, self.every):
@@ -533,6 +566,10 @@ class Guard:
         self.skipped, self._row = self.skipped + 1, self._row + 1
         found = self.world.gather_objects(find_not_finite(model, again, self.world.rank))
         line = f"step {step + 1}: the loss is {loss:g}, the norm of the gradients {norm:g}; {where_not_finite(found)}"
+        if self.on_nan == "skip" and any(each.parameters for each in found):
+            raise NotFinite(
+                line + "; leaving steps out mends no parameter, --resume --step takes an earlier checkpoint"
+            )
         if self.on_nan == "stop":
             raise NotFinite(line + "; --on-nan skip would leave such steps out")
         if self._row == SKIPS_IN_A_ROW:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -54,6 +55,15 @@ def test_sums_of_a_switch_are_not_deterministic():
     (found,) = faults(parse(["--determinism", "--engine", "multimem"]), 1, 2)
     assert found.startswith("--determinism with --engine multimem")
     assert faults(parse(["--determinism", "--engine", "triton"]), 1, 2) == []
+
+
+def test_when_to_save_is_not_asked_of_a_run_that_saves_nothing():
+    asked = ["--no-save", "--save-every", "5", "--keep-last", "3"]
+    assert faults(parse(asked), 1, 2) == [
+        "--save-every 5 with --no-save: nothing is saved",
+        "--keep-last 3 with --no-save: nothing is saved",
+    ]
+    assert faults(parse(["--no-save"]), 1, 2) == faults(parse([*asked, "--resume"]), 1, 2) == []
 
 
 def test_heads_that_do_not_divide_say_which_sizes_work():
@@ -195,6 +205,13 @@ def test_resume_takes_the_options_of_the_run_and_those_given_come_first(tmp_path
     resumed = parse([*runs, "--resume", "--lr", "0.25"])
     assert resumed.optim.steps == 7 and resumed.optim.lr == 0.25 and resumed.run.resume
     assert resumed.run.runs == tmp_path, "the folder may have moved"
+    copy = shutil.copytree(folder, tmp_path / "other" / "copy")
+    asked = parse(["--runs", str(copy.parent), "--name", "copy", "--resume"])
+    assert asked.run.folder == copy and asked.optim.steps == 7
+    (tmp_path / "books").mkdir()
+    renamed = TrainConfig(optim=OptimOptions(steps=7), run=RunOptions(name="books", runs=tmp_path))
+    (folder / "config.json").write_text(json.dumps(renamed.to_dict()))
+    assert parse([*runs, "--resume"]).run.folder == folder, "its name was another"
     for broken in ("{", '{"optim": {"lr": "abc"}}', '{"model": {"width": null}}'):
         (folder / "config.json").write_text(broken)
         assert parse([*runs, "--resume"]).optim.steps == OptimOptions().steps

@@ -9,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from fusedtp.train.config import TrainConfig, faults, parse
 from fusedtp.train.data import Batches
 from fusedtp.train.loop import learning_rate
 from tests.harness.warm import warm_python
+from tests.train.support import world_on
 from tests.train.test_resume import incidents, process_of_rank, started, wait_for_step
 from tests.train.test_run import environment
 
@@ -191,6 +193,74 @@ def test_without_a_name_torchruns_count_tells_a_restart(job):
     assert job.start(until=5, count=1) == (0, [3, 4])
     assert job.start("--resume", "--step", "3", until=6, job="a") == (0, [3, 4, 5])
     assert job.start("--resume", "--step", "3", until=8, job="a") == (0, [6, 7]), "that was for the first ranks"
+
+
+def test_another_torchrun_of_the_same_name_is_another_job(job, monkeypatch, capsys):
+    """Under a fixed --rdzv-id only a torchrun that has trained the run before goes on with it unasked."""
+
+    def by(name: str, *options: str, **more: Any) -> Any:
+        monkeypatch.setattr(elastic, "agent", lambda: name)
+        return job.start("--save-every", "2", "--keep-last", "9", *options, job="books", **more)
+
+    assert by("a", until=7) == (0, list(range(7)))
+    assert by("b")[0] == launch.WRONG_USAGE
+    assert "holds checkpoints up to step 7: --resume goes on from there" in capsys.readouterr().err
+    assert by("c", "--resume", "--step", "4", until=6) == (0, [4, 5])
+    assert by("c", "--resume", "--step", "4", until=8) == (0, [6, 7]), "that was for the first ranks"
+    assert by("d", "--elastic", until=9) == (0, [8])
+    assert by("e", "--replace", until=3) == (0, [0, 1, 2])
+    assert by("e", "--replace", until=4) == (0, [3])
+
+
+def decided(group: Any, runs: Path, options: str) -> Any:
+    """What two ranks of two agents agree on."""
+    here = world_on(group, "tp2")
+    with patch.object(elastic, "agent", lambda: f"agent {here.rank}"), patch.dict(os.environ, BOOKS):
+        try:
+            run = elastic.agreed(parse([*options.split(), "--runs", str(runs)]), [4], here, elastic.agents(here)).run
+        except ValueError as error:
+            return str(error)
+    return run.resume, run.replace, run.step
+
+
+BOOKS = {"TORCHELASTIC_RUN_ID": "books"}
+
+
+@pytest.mark.parametrize("known", [0, 1])
+def test_one_agent_that_was_there_before_makes_it_the_same_job(worlds, tmp_path, monkeypatch, known):
+    (folder := tmp_path / "main").mkdir()
+    with patch.dict(os.environ, BOOKS):
+        elastic.note_job(folder, [f"agent {known}", "another"])
+    for options in ("", "--replace", "--resume --step 2"):
+        assert worlds(2).run(decided, tmp_path, options) == [(True, False, None)] * 2
+    with patch.dict(os.environ, BOOKS):
+        elastic.note_job(folder, ["another"])
+    assert worlds(2).run(decided, tmp_path, "--replace") == [(False, True, None)] * 2
+    assert worlds(2).run(decided, tmp_path, "--resume --step 2") == [(True, False, 2)] * 2
+    assert all("holds checkpoints up to step 4" in told for told in worlds(2).run(decided, tmp_path, ""))
+
+
+@pytest.mark.parametrize(("ranks", "refused"), [(4, False), (2, True)])
+def test_a_machine_that_joins_leaves_it_to_all_whether_the_run_is_theirs(tmp_path, monkeypatch, ranks, refused):
+    checkpoint.path_of(tmp_path / "main" / CHECKPOINTS, 4).mkdir(parents=True)
+    place = {"RANK": 2 % ranks, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
+    for name, value in (BOOKS | place).items():
+        monkeypatch.setenv(name, str(value))
+    elastic.note_job(tmp_path / "main", ["another"])
+    assert bool(launch.checkpoint_faults(parse(["--runs", str(tmp_path)]))) == refused
+
+
+def test_an_agent_is_known_through_a_script_that_it_has_started(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "books")
+    script = ["sh", "-c", "sleep 100 & echo $!; wait"]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, text=True, env=os.environ | BOOKS) as shell:
+        assert shell.stdout is not None
+        rank = int(shell.stdout.readline())
+        assert elastic.agent(rank) == elastic.agent(shell.pid) != elastic.agent()
+        assert elastic.agent(rank).split()[2] == str(os.getpid())
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+        assert elastic.agent(rank).split()[2] == str(shell.pid)
+        os.kill(rank, signal.SIGKILL)
 
 
 def test_elastic_says_what_it_needs_of_torchrun(job, monkeypatch, capsys):

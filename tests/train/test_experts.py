@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fusedtp.commands.build import shard_faults
 from fusedtp.commands.results import heat_map
 from fusedtp.nn import CausalLM, ModelConfig, MoEConfig
 from fusedtp.train.config import faults, layout, parse
@@ -167,11 +168,16 @@ def test_faults_of_experts_are_reported_together():
             "--expert-width 1 does not divide among --expert-tp 2 ranks",
         ),
         ("--ep 0", "--ep 0 is not positive"),
+        ("--experts 0 --tp 2 --ep 4", "--ep 4 without --experts"),
+        ("--experts 0 --tp 2 --expert-tp 2", "--expert-tp 2 without --experts"),
+        ("--tp 1 --dp 2 --ep 2 --data-parallel ddp", "ddp with --ep beyond --tp: experts are data parallel over"),
+        ("--tp 1 --dp 2 --dp-replicate 4", "--dp-replicate 4 does not divide --dp 2"),
     ],
 )
 def test_ranks_that_cannot_share_the_experts(options: str, words: str):
     config = parse(["--experts", "6", *options.split()])
-    found = faults(config, *layout(config, 2, 2))
+    sizes = layout(config, 2, 2)
+    found = faults(config, *sizes) + shard_faults(config, *sizes)
     assert len(found) == 1 and words in found[0], found
 
 

@@ -127,9 +127,8 @@ def test_defaults_are_of_what_is_trained(folder):
         2e-3,
     )
     assert rate("--model", str(folder), "--lr", "0.01") == 0.01
-    first, other = launch.parse_finetune(["--steps", "50"]), launch.parse_finetune(["--resume"])
-    assert first.optim.warmup == 5 and first.run.replace and first.parallel.tp == 2
-    assert not other.run.replace and other.run.faults() == []
+    first = launch.parse_finetune(["--steps", "50"])
+    assert first.optim.warmup == 5 and first.parallel.tp == 2
 
 
 def error_of(capsys, *more: str) -> str:
@@ -145,6 +144,14 @@ def refusing(monkeypatch, corpus, tmp_path):
 
     monkeypatch.setattr(launch, "launch", refuse)
     return ["--data", str(corpus), "--runs", str(tmp_path)]
+
+
+def test_another_run_of_the_name_is_left_alone_unless_asked(refusing, capsys, tmp_path):
+    checkpoint = tmp_path / "books" / "checkpoints" / "step-00000004"
+    checkpoint.mkdir(parents=True)
+    found = error_of(capsys, *refusing, "--name", "books")
+    assert found.startswith(f"{tmp_path / 'books'} holds checkpoints up to step 4: ") and checkpoint.exists()
+    assert launch.parse_finetune(["--replace"]).run.replace and not launch.parse_finetune([]).run.replace
 
 
 def test_no_such_model_is_refused(refusing, capsys):

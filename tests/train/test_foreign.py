@@ -1,6 +1,7 @@
 """Models of transformers in the trainer: any mesh gives the loss and the gradients of transformers itself."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,49 @@ def arguments(folder: Path, tmp_path: Path, *more: str) -> list[str]:
         "8",
     ]
     return ["train", "--model", str(folder), "--data", str(book), "--runs", str(tmp_path), *sizes, *more]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of characters whose end is 3 and whose filling is 4; it has no beginning."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("vocabulary")
+    known = ["?", "0", "1", "<end>", "<pad>", *"23456789 .imes\nt"]
+    own = Tokenizer(models.WordLevel({c: i for i, c in enumerate(known)}, unk_token="?"))
+    own.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<end>", pad_token="<pad>")
+    made.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("model", "of", "wanted"),
+    [
+        ("own", "tokenizer", (None, 3, 4)),
+        ("own", "bytes", (None, 0, None)),
+        ("llama", "tokenizer", (None, 3, 4)),
+        ("folder", "tokenizer", (None, 3, 4)),
+        ("folder", "folder", (1, [2, 5], None)),
+    ],
+)
+def test_an_exported_model_has_the_special_ids_of_its_vocabulary(vocabulary, tmp_path, model, of, wanted):
+    folder = tmp_path / "model"
+    if model == "folder":
+        own = transformers.LlamaConfig(**SHAPE | {"bos_token_id": 1, "eos_token_id": [2, 5]})
+        transformers.LlamaForCausalLM(own).save_pretrained(folder)
+    if of == "folder":
+        shutil.copytree(vocabulary, folder, dirs_exist_ok=True)
+    options = arguments(folder, tmp_path, "--sample", "0", *(["--tokenizer", str(vocabulary)] * (of == "tokenizer")))
+    options[1:3] = {
+        "own": ["--width", "16", "--heads", "2", "--kv-heads", "1", "--layers", "1"],
+        "llama": ["--model", "llama"],
+    }.get(model, options[1:3])
+    assert cli.main(options) == 0
+    assert cli.main(["checkpoints", "export", str(tmp_path / "main"), str(tmp_path / "out")]) == 0
+    for kind in (transformers.AutoConfig, transformers.GenerationConfig):
+        found = kind.from_pretrained(tmp_path / "out")
+        assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == wanted, kind
 
 
 def test_a_run_is_verified_resumed_exported_and_goes_on_with_a_text(folders, tmp_path: Path, capsys):

@@ -217,6 +217,48 @@ def test_more_steps_and_an_earlier_checkpoint(book, tmp_path, capsys):
     assert "no step was trained" in capsys.readouterr().out
 
 
+def test_a_finished_run_that_lost_its_records_ends_in_order(book, tmp_path, capsys):
+    assert cli.main(arguments(book, tmp_path, "--verify", "--verify-steps", "1")) == 0
+    path = tmp_path / "main" / "metrics.jsonl"
+    records = path.read_text().splitlines()
+    for left, said in (([], "metrics.jsonl holds none: there is nothing to sum up"), (records[:1], "? nats/byte")):
+        path.write_text("".join(f"{line}\n" for line in left))
+        capsys.readouterr()
+        assert cli.main(["train", "--runs", str(tmp_path), "--resume"]) == 0
+        assert said in capsys.readouterr().out
+
+
+def test_a_copy_of_a_run_is_gone_on_with_and_the_run_stays(book, tmp_path):
+    assert cli.main(arguments(book, tmp_path, "--name", "books", "--save-every", "2", "--keep-last", "9")) == 0
+    shutil.copytree(tmp_path / "books", tmp_path / "main")
+    assert cli.main(["train", "--runs", str(tmp_path), "--resume", "--steps", "8"]) == 0
+    assert steps_in(tmp_path / "books" / CHECKPOINTS) == [2, 4, 6]
+    assert steps_in(tmp_path / "main" / CHECKPOINTS) == [2, 4, 6, 8]
+    assert json.loads((tmp_path / "main" / "config.json").read_text())["run"]["name"] == "main"
+
+
+def test_without_saving_a_resumed_run_leaves_all_checkpoints_as_they_are(book, tmp_path, monkeypatch, capsys):
+    assert cli.main(arguments(book, tmp_path, "--save-every", "2", "--keep-last", "9")) == 0
+    folder = tmp_path / "main" / CHECKPOINTS
+    (folder / ".draft-00000008").mkdir()
+    before = sorted(path.name for path in folder.iterdir())
+    again = ["train", "--runs", str(tmp_path), "--resume", "--no-save", "--keep-last", "1", "--save-every", "1"]
+    assert cli.main([*again, "--step", "4", "--steps", "9"]) == 0
+    assert "resumed at step 4" in capsys.readouterr().out
+    assert [step for step, loss, _ in losses(tmp_path / "main") if loss] == list(range(9))
+
+    def asked(options, step):
+        if step == 6:
+            signal.raise_signal(signal.SIGTERM)
+        return learning_rate(options, step)
+
+    monkeypatch.setattr("fusedtp.commands.run.learning_rate", asked)
+    assert cli.main([*again, "--steps", "9"]) == 0
+    told = capsys.readouterr().out
+    assert "asked to end by SIGTERM after step 7; --no-save: nothing was saved" in told and "goes on from" not in told
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
 def test_first_steps_of_other_options_are_not_compared_with_one_process(book, tmp_path, capsys):
     """With more --steps the learning rates of all steps are others than those that the first ones had."""
     assert cli.main(arguments(book, tmp_path, "--verify", "--verify-steps", "5")) == 0
@@ -279,8 +321,13 @@ def test_a_folder_that_no_run_can_go_on_from_is_refused_before_ranks_start(book,
         assert len(faults) == 2 and "--lr 0.0 is not positive" in faults[0] and wanted in faults[1], faults
     (folder.parent.parent / "config.json").write_text("[]")
     assert cli.main(again) == launch.WRONG_USAGE
-    faults = capsys.readouterr().err.splitlines()
-    assert len(faults) == 2 and "is no configuration of a run" in faults[1], faults
+    told, *faults = capsys.readouterr().err.splitlines()
+    assert "is no configuration of a run" in told and "taken from the checkpoint of step 7" in told
+    assert len(faults) == 2 and "--steps 6 is less" in faults[1], faults
+    (folder / "about.json").write_text(json.dumps({"format": FORMAT, "step": 7}))
+    assert cli.main(again) == launch.WRONG_USAGE
+    (fault,) = capsys.readouterr().err.splitlines()
+    assert "is no configuration of a run" in fault, "and nothing that follows from that"
 
 
 def test_a_checkpoint_that_lost_a_file_is_refused_before_ranks_start(book, tmp_path, monkeypatch, capsys):
@@ -291,6 +338,16 @@ def test_a_checkpoint_that_lost_a_file_is_refused_before_ranks_start(book, tmp_p
     capsys.readouterr()
     assert cli.main(["train", "--runs", str(tmp_path), "--resume", "--steps", "9"]) == launch.WRONG_USAGE
     assert "no checkpoint can be read: step-00000006/.metadata is missing" in capsys.readouterr().err
+
+
+def test_a_run_whose_configuration_was_cut_goes_on_with_that_of_its_checkpoint(book, tmp_path, capsys):
+    assert cli.main(arguments(book, tmp_path, "--seed", "3", "--save-every", "2")) == 0
+    config = tmp_path / "main" / "config.json"
+    before = config.read_text()
+    config.write_text(before[:100])
+    assert cli.main(["train", "--runs", str(tmp_path), "--resume", "--step", "4"]) == 0
+    assert "its options are taken from the checkpoint of step 6" in capsys.readouterr().err
+    assert config.read_text() == before
 
 
 def test_two_runs_on_one_folder_are_refused(book, tmp_path, capsys):

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fusedtp import cli
@@ -81,6 +82,18 @@ def test_threads_of_ranks_that_wait_leave_their_cores(said, monkeypatch):
             os.environ["OMP_WAIT_POLICY"] = said
         assert launch.launch([], 2) == 0
     assert seen["OMP_WAIT_POLICY"] == (said or "passive")
+
+
+@pytest.mark.parametrize("said", [None, "7"])
+def test_torchrun_waits_for_a_last_step_and_its_save(said, monkeypatch):
+    found = []
+    monkeypatch.setattr(torchrun, "run", lambda options: found.append(torchrun.config_from_args(options)[0]))
+    with patch.dict(os.environ):
+        os.environ.pop(launch.SHUTDOWN, None)
+        if said:
+            os.environ[launch.SHUTDOWN] = said
+        assert launch.launch([], 2) == 0
+    assert found[0].shutdown_timeout == int(said or 3600)
 
 
 def test_one_process_trains_and_leaves_its_results(corpus, tmp_path, capsys):
@@ -240,8 +253,8 @@ def test_ranks_together_train_like_one_process(corpus, tmp_path, layout):
 def broken(breakage: str, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     """A run on two ranks with something broken; see broken_rank.py."""
     script = str(Path(__file__).with_name("broken_rank.py"))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return command(*torchrun, script, breakage, *TINY, *arguments, folder=folder)
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return command(*ranks, script, breakage, *TINY, *arguments, folder=folder)
 
 
 @pytest.mark.slow

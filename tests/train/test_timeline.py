@@ -97,6 +97,12 @@ def written(group: Any, options: str) -> str:
     return said.get()
 
 
+def test_a_step_that_cannot_be_written_is_shown_all_the_same(worlds, tmp_path: Path):
+    (path := tmp_path / "main" / PIPELINE).mkdir(parents=True)
+    said, _ = worlds(2).run(written, f"--pp 2 --runs {tmp_path} --steps 4")
+    assert f"{path} could not be written: Is a directory\n" in said and "idle" in said
+
+
 @pytest.mark.parametrize(
     ("options", "step"),
     [

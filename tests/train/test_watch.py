@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,13 @@ def test_the_verdict_names_the_largest_part_and_its_shares_sum_to_the_step(bound
     assert in_words(found, shares).startswith(f"bound by {bound}: ")
 
 
+def test_a_first_step_alone_says_nothing_of_what_bounds_a_step():
+    watch = Watch(World())
+    assert watch.verdict() == "no step was trained"
+    watch.step(0, 1.0, last=True)
+    assert watch.verdict().startswith("what bounds a step is not known: no step but the first one")
+
+
 def test_what_a_gpu_does_not_show_is_not_measured():
     unseen = reading(**{kind: [math.nan] * 2 for kind in KINDS} | {"data": [0.1, 0.5]})
     bound, shares = verdict([unseen])
@@ -170,6 +177,26 @@ def test_memory_is_what_the_process_has_had_at_most():
     del kept
     assert abs(most - before - size) < size / 8
     assert abs(peak_memory(here) - most) < size / 8
+
+
+def test_a_disk_that_is_full_ends_no_run(tmp_path, capsys):
+    """It is said once for as long as it lasts, and what was cut costs no other line."""
+    watch, path = Watch(World(), 1, tmp_path), tmp_path / "ranks.jsonl"
+
+    def two_steps(step: int) -> str:
+        watch.step(step, 1.0), watch.step(step + 1, 1.0)  # type: ignore[func-returns-value]
+        return capsys.readouterr().err
+
+    two_steps(0)
+    (kept,) = path.read_text().splitlines()
+    path.unlink(), path.mkdir()  # type: ignore[func-returns-value]
+    assert two_steps(2) == f"{path} could not be written: Is a directory\n"
+    path.rmdir()
+    path.write_text(f"{kept}\n{kept[:9]}")
+    assert two_steps(4) == ""
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines() if line.endswith("}")] == [1, 4, 5]
+    path.unlink(), path.mkdir()  # type: ignore[func-returns-value]
+    assert two_steps(6) != ""
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -208,17 +235,10 @@ def first_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 class Poison:
-    """From step `first` on, or in it alone, something of `rank` is NaN: what a module makes, its gradient, a weight."""
+    """In some steps, or once in them, something of `rank` is NaN: what a module makes, its gradient, a weight."""
 
-    def __init__(self, what: str, name: str, rank: int = 1, first: int = 2, once: bool = False) -> None:
-        self.what, self.name, self.rank, self.first, self.once, self.done = (
-            what,
-            name,
-            rank,
-            first,
-            once,
-            False,
-        )
+    def __init__(self, what: str, name: str, rank: int = 1, steps: Collection[int] = (2,), once: bool = False) -> None:
+        self.what, self.name, self.rank, self.steps, self.once, self.done = what, name, rank, steps, once, False
 
     def __call__(self, trainer: Trainer) -> None:
         if trainer.world.rank != self.rank:
@@ -231,7 +251,7 @@ class Poison:
         module.register_forward_hook(lambda module, args, output: self.poisoned(trainer, output))
 
     def poisoned(self, trainer: Trainer, output: torch.Tensor) -> torch.Tensor:
-        if trainer.step != self.first or self.done:
+        if trainer.step not in self.steps or self.done:
             return output
         self.done = self.once
         bad = torch.ones_like(output)
@@ -373,11 +393,18 @@ def test_a_skipped_step_changes_no_parameter_and_no_order_of_the_data(worlds, to
 
 
 def test_a_run_whose_every_step_is_skipped_ends(worlds, tokens):
-    first, _ = worlds(2).run(
-        train, "dp", f"--on-nan skip --steps {SKIPS_IN_A_ROW + 3}", tokens, Poison("weight", "norm")
-    )
+    broken = Poison("output", "layers.0", steps=range(99))
+    first, _ = worlds(2).run(train, "dp", f"--on-nan skip --steps {SKIPS_IN_A_ROW + 3}", tokens, broken)
     assert first["error"].endswith(f"{SKIPS_IN_A_ROW} steps in a row were left out")
     assert len(first["told"]) == len(first["steps"]) == SKIPS_IN_A_ROW - 1
+
+
+def test_no_step_is_skipped_for_a_parameter_that_is_nan(worlds, tokens):
+    """Else checkpoints with it would take the place of good ones until the run ends."""
+    for each in worlds(2).run(train, "dp", "--on-nan skip", tokens, Poison("weight", "norm")):
+        assert "parameters were not finite before the step: norm.weight of rank 1 (" in each["error"]
+        assert each["error"].endswith("--resume --step takes an earlier checkpoint")
+        assert each["steps"] == each["told"] == []
 
 
 def test_a_run_ends_after_bad_steps_in_a_row_alone():
