@@ -518,6 +518,110 @@ def test_a_checkpoint_loads_on_another_mesh_to_the_last_bit(worlds, tmp_path: Pa
     )
 
 
+# -- state of the optimizer that is not made yet -----------------------------------------------------------------------
+
+
+class Partly(torch.nn.Module):
+    """Three linears, of which a loss reaches those that are `used`."""
+
+    def __init__(self, used: str = "ab") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (torch.nn.Linear(3, 3) for _ in range(3))
+        self.used = used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.used:
+            x = getattr(self, name)(x)
+        return x.square().sum()
+
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+}
+
+
+def partly(used: str = "ab", kind: str = "adamw", steps: int = 0) -> TrainingState:
+    model = Partly(used)
+    state = TrainingState(model, OPTIMIZERS[kind](model.parameters()))
+    steps_of(state, steps)
+    return state
+
+
+def steps_of(state: TrainingState, count: int) -> None:
+    for i in range(count):
+        state.model(torch.arange(3.0) + i).backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+
+
+def numbers_of(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Weights, and the optimizer's state of those parameters that have some."""
+    found = {name: p.detach().clone() for name, p in state.model.named_parameters()}
+    for name, p in state.model.named_parameters():
+        found |= {f"{name}.{key}": x.clone() for key, x in state.optimizer.state.get(p, {}).items() if x is not None}
+    return found
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_save_changes_nothing_and_what_was_not_made_is_loaded_as_not_made(tmp_path: Path, kind: str, steps: int):
+    """No step yet, as where fp16 overflows at first; and a parameter that the loss does not reach."""
+    state, want = partly("ab", kind, steps), partly("ab", kind, steps)
+    checkpoints = Checkpoints(tmp_path, asynchronous=False)
+    checkpoints.save(steps, state)
+    assert_same(numbers_of(state), numbers_of(want))
+    assert len(state.optimizer.state) == len(want.optimizer.state)
+    again = {"fresh": partly("ab", kind), "trained": partly("abc", kind, 3), "partly": partly("bc", kind, 1)}
+    again["trained"].model.used = again["partly"].model.used = "ab"
+    again["fresh"].model(torch.ones(3)).backward()  # gradients are there: they stay, and torch makes no state beside
+    gradients = [p.grad for p in again["fresh"].model.parameters()]
+    for each in again.values():
+        checkpoints.load(each)
+        assert_same(numbers_of(each), numbers_of(want))
+    assert all(p.grad is grad for p, grad in zip(again["fresh"].model.parameters(), gradients, strict=True))
+    again["fresh"].optimizer.zero_grad()
+    for each in (state, want, *again.values()):
+        steps_of(each, 2)
+    for each in (state, *again.values()):
+        assert_same(numbers_of(each), numbers_of(want))
+    checkpoints.close()
+
+
+def test_a_parameter_that_is_trained_from_now_on_begins_with_fresh_state(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, asynchronous=False)
+    checkpoints.save(2, partly("ab", steps=2))
+    state = partly("abc")
+    checkpoints.load(state)
+    steps_of(state, 1)
+    steps = [int(state.optimizer.state[p]["step"]) for p in state.model.parameters()]
+    assert steps == [3, 3, 3, 3, 1, 1]
+    checkpoints.close()
+
+
+def test_state_that_a_checkpoint_should_have_is_missed(tmp_path: Path):
+    """Of another optimizer, of one with one entry more, and of a parameter that it does not know."""
+    checkpoints = Checkpoints(tmp_path, asynchronous=False)
+    checkpoints.save(2, partly("ab", steps=2))
+    others = [partly("ab", "momentum"), partly("ab"), partly("ab")]
+    others[1].optimizer = torch.optim.AdamW(others[1].model.parameters(), lr=0.1, amsgrad=True)
+    others[2].model.register_parameter("d", torch.nn.Parameter(torch.ones(3)))
+    others[2].optimizer.add_param_group({"params": [others[2].model.d]})
+    for other, missed in zip(others, ("momentum", "max_exp_avg_sq", "d"), strict=True):
+        before = numbers_of(other).keys()
+        with pytest.raises(CheckpointError, match=rf"step 2 is not of this model: .*Missing key.*{missed}"):
+            checkpoints.load(other)
+        assert numbers_of(other).keys() == before
+    checkpoints.close()
+
+
 # -- how often ---------------------------------------------------------------------------------------------------------
 
 
