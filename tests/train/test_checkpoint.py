@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import threading
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -620,6 +621,58 @@ def test_state_that_a_checkpoint_should_have_is_missed(tmp_path: Path):
             checkpoints.load(other)
         assert numbers_of(other).keys() == before
     checkpoints.close()
+
+
+# -- loaders -----------------------------------------------------------------------------------------------------------
+
+
+class Shuffled:
+    """A loader whose order is its rank's own. Its state has no entry before it begins, as torchdata's may."""
+
+    def __init__(self, rank: int) -> None:
+        self.state: dict[str, Any] = {}
+        self.order = torch.randperm(100, generator=torch.Generator().manual_seed(rank)).tolist()
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        self.state = self.state or {"order": self.order, "at": 0}
+        while self.state["at"] < 100:
+            self.state["at"] += 1
+            first = self.state["order"][self.state["at"] - 1]
+            yield {"input_ids": (torch.arange(16).view(2, 8) + first) % 13}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = dict(state_dict)
+
+
+def alone_with(loader: Any) -> TrainingState:
+    model = torch.nn.Linear(2, 2)
+    return TrainingState(model, torch.optim.AdamW(model.parameters()), {"data": loader})
+
+
+def loaders(group: Any, folder: Path) -> None:
+    """Each rank gets back the state of its own loader, and its own random numbers."""
+    rank, loader = group.rank(), Shuffled(group.rank())
+    batches = iter(loader)
+    for _ in range(3 + rank):
+        next(batches)
+    checkpoints = Checkpoints(folder, group=host_groups()[0], asynchronous=False)
+    torch.manual_seed(rank)
+    checkpoints.save(1, alone_with(loader))
+    draws, again = torch.rand(3), Shuffled(7)
+    torch.manual_seed(9)
+    checkpoints.load(alone_with(again))
+    checkpoints.close()
+    assert again.state == loader.state == {"order": Shuffled(rank).order, "at": 3 + rank}
+    assert torch.equal(torch.rand(3), draws)
+
+
+def test_a_loaders_state_is_that_of_its_rank(worlds, tmp_path: Path):
+    worlds(2).run(loaders, tmp_path)
+    with pytest.raises(CheckpointError, match=r"of Shuffled .* saved by ranks 0 of 2, 1 of 2: rank 0 of 1 cannot"):
+        Checkpoints(tmp_path).load(alone_with(Shuffled(0)))
 
 
 # -- how often ---------------------------------------------------------------------------------------------------------
