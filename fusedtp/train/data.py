@@ -32,7 +32,7 @@ FromLoader makes steps of any iterable of batches: a list, a torch DataLoader, t
 is a mapping of int64 tensors [B, S], this data-parallel rank's rows:
 
     input_ids
-    labels          the token that follows each, -100 for none. Default: the next one of the row
+    labels          the token that follows each, -100 for none. Default: the next one of the row and the document
     positions, document_ids     where documents are kept apart
 
 The iterable starts again when it ends. Its position is saved with a checkpoint: by its own state_dict if it has one,
@@ -610,4 +610,9 @@ def _labels(batch: Mapping[str, Tensor]) -> Tensor:
     if "labels" in batch:
         return batch["labels"]
     ids = batch["input_ids"]
-    return torch.cat([ids[:, 1:], ids.new_full((len(ids), 1), IGNORED)], 1)
+    follows = ids[:, 1:]
+    if (documents := batch.get("document_ids")) is not None:
+        follows = follows.where(documents[:, 1:] == documents[:, :-1], IGNORED)
+    elif (positions := batch.get("positions")) is not None:
+        follows = follows.where(positions[:, 1:] > positions[:, :-1], IGNORED)
+    return torch.cat([follows, ids.new_full((len(ids), 1), IGNORED)], 1)

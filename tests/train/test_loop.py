@@ -281,6 +281,22 @@ def test_labels_default_to_the_next_token():
     assert batch.labels.tolist() == [[1, 2, 3, -100], [5, 6, 7, -100]] and batch.num_labels == 3.0
 
 
+def test_labels_default_to_the_next_token_of_the_document():
+    ids = torch.arange(10).view(2, 5)
+    documents = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 2, 2, 2]])
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 0, 1, 2]])
+    want = [[1, 2, -100, 4, -100], [-100, -100, 8, 9, -100]]
+    for more in (
+        {"document_ids": documents},
+        {"positions": positions},
+        {"document_ids": documents, "positions": positions},
+    ):
+        (batch,) = FromLoader([{"input_ids": ids} | more], World()).step()
+        assert batch.labels.tolist() == want and batch.num_labels == 5.0
+    (batch,) = FromLoader([{"input_ids": ids, "labels": ids + 1, "document_ids": documents}], World()).step()
+    assert torch.equal(batch.labels, ids + 1), "labels that are given stay"
+
+
 def test_what_a_trainer_cannot_train_is_refused():
     with pytest.raises(ValueError, match="the data has no batch"):
         list(FromLoader([], World()).step())
