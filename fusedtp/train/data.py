@@ -34,6 +34,7 @@ is a mapping of int64 tensors [B, S], this data-parallel rank's rows:
     input_ids
     labels          the token that follows each, -100 for none. Default: the next one of the row and the document
     positions, document_ids     where documents are kept apart
+    attention_mask  may be there if it has no zeros
 
 The iterable starts again when it ends. Its position is saved with a checkpoint: by its own state_dict if it has one,
 that of each data-parallel rank, else as the number of batches taken, and a resumed run reads and drops as many; so does
@@ -606,13 +607,38 @@ class FromLoader:
         self.taken = taken
 
 
+READ = ("input_ids", "labels", "positions", "document_ids", "attention_mask")  # of a batch
+
+
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:
+    """A batch's labels, or the next token of each. Raises ValueError for what would train something else."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if unknown := [name for name in batch if name not in READ]:
+        raise ValueError(f"a batch has {', '.join(map(repr, unknown))}; the trainer reads {', '.join(READ)}")
+    if mask is not None and not bool(mask.all()):
+        raise ValueError(
+            "attention_mask has zeros, and the trainer does not read it: leave it out, give padding at the end of "
+            f"a row labels of {IGNORED}, and keep documents apart by document_ids and positions"
+        )
     if "labels" in batch:
-        return batch["labels"]
-    ids = batch["input_ids"]
+        labels = batch["labels"]
+        if _unshifted(ids, labels):
+            raise ValueError(
+                "labels are input_ids themselves, as transformers' collators give them; the trainer takes the token "
+                "that follows each: leave labels out, or shift them by one"
+            )
+        return labels
     follows = ids[:, 1:]
     if (documents := batch.get("document_ids")) is not None:
         follows = follows.where(documents[:, 1:] == documents[:, :-1], IGNORED)
     elif (positions := batch.get("positions")) is not None:
         follows = follows.where(positions[:, 1:] > positions[:, :-1], IGNORED)
     return torch.cat([follows, ids.new_full((len(ids), 1), IGNORED)], 1)
+
+
+def _unshifted(ids: Tensor, labels: Tensor) -> bool:
+    """Whether labels are the tokens themselves. Rows of one repeated token do not tell, nor does a single label."""
+    given = labels != IGNORED
+    if labels.shape != ids.shape or bool((given & (labels != ids)).any()):
+        return False
+    return int((given[:, :-1] & (labels[:, :-1] != ids[:, 1:])).sum()) > 1
