@@ -519,6 +519,24 @@ def test_a_checkpoint_loads_on_another_mesh_to_the_last_bit(worlds, tmp_path: Pa
     )
 
 
+def unmade_on(group, mesh: str, folder: Path, saves: bool) -> int:
+    """Saves or loads what is before the first step; of how many parameters the optimizer has state then."""
+    state, _, own = on_mesh(group, mesh, "--tie-embeddings")
+    checkpoints = Checkpoints(folder, group=own, asynchronous=False)
+    if saves:
+        checkpoints.save(0, state)
+    else:
+        checkpoints.load(state)
+    checkpoints.close()
+    return len(state.optimizer.state)
+
+
+@pytest.mark.parametrize(("one", "other"), [("dp2", "tp2"), ("pp2", "dp2")])
+def test_a_checkpoint_from_before_the_first_step_loads_on_another_mesh(worlds, tmp_path: Path, one: str, other: str):
+    assert worlds(2).run(unmade_on, one, tmp_path, True) == [0, 0]
+    assert worlds(2).run(unmade_on, other, tmp_path, False) == [0, 0]
+
+
 # -- state of the optimizer that is not made yet -----------------------------------------------------------------------
 
 
