@@ -37,7 +37,7 @@ train-3d: venv ## train as a pipeline of two stages, two tensor-parallel ranks e
 	$(BIN)/fusedtp train --replace --name 3d --pp 2 --tp 2 --schedule interleaved_1f1b --accumulate 4 --steps 20 --verify $(if $(DATA),--data $(DATA)) $(ARGS)
 
 finetune: venv ## train a Hugging Face model on text, two tensor-parallel ranks, and check it against one process
-	$(BIN)/fusedtp finetune --verify $(if $(MODEL),--model $(MODEL)) $(if $(DATA),--data $(DATA)) $(ARGS)
+	$(BIN)/fusedtp finetune --verify --replace $(if $(MODEL),--model $(MODEL)) $(if $(DATA),--data $(DATA)) $(ARGS)
 
 check: venv ## look for races, deadlocks and wrong results of every fused kernel, without a GPU
 	$(BIN)/fusedtp check $(ARGS)

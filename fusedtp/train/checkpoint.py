@@ -30,7 +30,8 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, _get_fqns, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -67,7 +68,10 @@ class CheckpointError(RuntimeError):
 
 
 class Stateful(Protocol):
-    """What torch.distributed.checkpoint saves: nested dicts of tensors (DTensors too) and plain values."""
+    """What torch.distributed.checkpoint saves: nested dicts of tensors (DTensors too) and plain values.
+
+    A `wanted(keys)` that it may have gives the state_dict that a checkpoint with these keys is read into.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
@@ -80,36 +84,101 @@ class Stateful(Protocol):
 class TrainingState:
     """Everything that the next step depends on: weights, optimizer, random numbers, and `parts` (step, data, ...).
 
-    optional   parts that an older checkpoint may lack; they then stay as they are
+    rank, ranks   of the job; default: torch.distributed's
+    optional      parts that an older checkpoint may lack; they then stay as they are
 
     Random numbers are kept by rank. On another number of ranks they are drawn anew, from (seed, step, rank): dropout of
-    fusedtp.nn depends on neither.
+    fusedtp.nn depends on neither. So is the state of a part that is an iterable, a loader; see OfRank.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     parts: Mapping[str, Stateful] = field(default_factory=dict)
-    rank: int = 0
+    rank: int = field(default_factory=lambda: dist.get_rank() if dist.is_initialized() else 0)
     seed: int = 0
     optional: Sequence[str] = ()
+    ranks: int = field(default_factory=lambda: dist.get_world_size() if dist.is_initialized() else 1)
 
     def state_dict(self) -> dict[str, Any]:
+        parts, state = {name: part.state_dict() for name, part in self._parts().items()}, self.optimizer.state
+        unmade = next((p for group in self.optimizer.param_groups for p in group["params"] if not state), None)
+        if unmade is not None:
+            state[unmade] = {}  # of an optimizer without any state torch makes it, by a step that counts
+        try:
+            return self._found(parts)
+        finally:
+            if unmade is not None:
+                del state[unmade]
+
+    def _found(self, parts: dict[str, Any]) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=_OPTIONS)
-        found = {name: part.state_dict() for name, part in self.parts.items()}
         return {
-            "model": model, "optimizer": optimizer, "parts": found, "rng": {str(self.rank): random_state()},
+            "model": model, "optimizer": optimizer, "parts": parts, "rng": {str(self.rank): random_state()},
         }  # fmt: skip
 
+    def _parts(self) -> dict[str, Stateful]:
+        return {
+            name: OfRank(part, self.rank, self.ranks) if _is_loader(part) else part for name, part in self.parts.items()
+        }
+
+    def wanted(self, keys: Collection[str]) -> dict[str, Any]:
+        """What a checkpoint with these keys is read into: there is a place for the state of every trained parameter.
+
+        Left out are optional parts that it lacks, and the state of parameters of which it has none at all.
+        """
+        parts = {}
+        for name, part in self._parts().items():
+            own = [key.removeprefix(f"parts.{name}.") for key in keys if key.startswith(f"parts.{name}.")]
+            if own or name not in self.optional:
+                parts[name] = _wanted(part, own)
+        with _all_made(self.optimizer):
+            found = self._found(parts)
+        held = [key.removeprefix("optimizer.") for key in keys if key.startswith("optimizer.")]
+        made = self._by_parameter(held)
+        for name, entries in self._by_parameter(found["optimizer"]).items():
+            for entry in entries if name not in made else ():
+                del found["optimizer"][f"state.{name}.{entry}"]
+        return found
+
+    def _by_parameter(self, keys: Iterable[str]) -> dict[str, list[str]]:
+        """Of an optimizer's flat keys, state.PARAMETER.ENTRY, the entries of each parameter."""
+        names, found = self._parameters(), defaultdict(list)
+        for key in keys:
+            kind, _, path = key.partition(".")
+            name = path if kind == "state" else ""
+            while name and name not in names:
+                name = name.rpartition(".")[0]
+            if name:
+                found[name].append(path.removeprefix(f"{name}."))
+        return found
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """By the names that checkpoints have for them."""
+        every = self.model.named_parameters(remove_duplicate=False)
+        return {name: p for own, p in every for name in _get_fqns(self.model, own)}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optimizer"],
-            options=_OPTIONS,
-        )
+        kept, named = self.optimizer.state, self._parameters()
+        blank: dict[Any, Any] = {p: {} for group in self.optimizer.param_groups for p in group["params"]}
+        for name, entries in self._by_parameter(state_dict["optimizer"]).items():
+            blank[named[name]] |= {entry.partition(".")[0]: None for entry in entries}
+        self.optimizer.state = defaultdict(dict, blank)  # torch reads those entries that are there
+        try:
+            set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=state_dict["model"],
+                optim_state_dict=state_dict["optimizer"],
+                options=_OPTIONS,
+            )
+        except Exception:
+            self.optimizer.state = kept
+            raise
+        for parameter in [p for p, state in self.optimizer.state.items() if not state]:
+            del self.optimizer.state[parameter]
+        parts = self._parts()
         for name, state in state_dict["parts"].items():
-            self.parts[name].load_state_dict(state)
+            parts[name].load_state_dict(state)
         if "rng" in state_dict:
             set_random_state(state_dict["rng"][str(self.rank)])
         else:
@@ -118,6 +187,60 @@ class TrainingState:
 
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@contextmanager
+def _all_made(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within, get_state_dict finds state of every trained parameter. After it, state and gradients are as before."""
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    if all(optimizer.state.get(p) for p in every if p.requires_grad):
+        yield
+        return
+    state, gradients = optimizer.state, [p.grad for p in every]
+    optimizer.state = defaultdict(dict)
+    for p in every:
+        p.grad = None  # else torch makes no state
+    try:
+        yield
+    finally:
+        optimizer.state = state
+        for p, gradient in zip(every, gradients, strict=True):
+            p.grad = gradient
+
+
+def _is_loader(part: Stateful) -> bool:
+    return isinstance(part, Iterable) and not isinstance(part, nn.Module)
+
+
+def _wanted(state: Stateful, keys: Collection[str]) -> dict[str, Any]:
+    wanted: Callable[[Collection[str]], dict[str, Any]] | None = getattr(state, "wanted", None)
+    return state.state_dict() if wanted is None else wanted(keys)
+
+
+class OfRank:
+    """A loader whose state is this data-parallel rank's own: `rank` of `ranks`. Peers that share its batches save one.
+
+    It is kept in one piece, because a loader that has not begun may have other entries. Raises CheckpointError where a
+    checkpoint has it of another number of ranks.
+    """
+
+    def __init__(self, of: Any, rank: int, ranks: int) -> None:
+        self.of, self.key = of, f"{rank} of {ranks}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.key: pickle.dumps(self.of.state_dict())}
+
+    def wanted(self, keys: Collection[str]) -> dict[str, Any]:
+        """What a checkpoint with these keys is read into."""
+        if self.key not in keys:
+            raise CheckpointError(
+                f"the state of {type(self.of).__name__} is a data-parallel rank's own, and was saved by ranks "
+                f"{', '.join(sorted(keys)) or 'none'}: rank {self.key} cannot go on from it"
+            )
+        return {self.key: b""}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.of.load_state_dict(pickle.loads(state_dict[self.key]))
 
 
 def random_state() -> dict[str, Any]:
@@ -495,14 +618,10 @@ class Checkpoints:
         raise CheckpointError(f"no checkpoint of {self.folder} can be read: {reason}")
 
     def _read(self, state: Stateful, step: int, words: Mapping[str, Any]) -> None:
-        found = state.state_dict()
+        reader = FileSystemReader(path_of(self.folder, step))
+        found = _wanted(state, reader.read_metadata().state_dict_metadata.keys())
         if words["ranks"] != self.ranks:
             found.pop("rng", None)
-        reader = FileSystemReader(path_of(self.folder, step))
-        held = reader.read_metadata().state_dict_metadata
-        for name in getattr(state, "optional", ()):
-            if not any(key.startswith(f"parts.{name}.") for key in held):
-                del found["parts"][name]
         try:
             with quiet():
                 load(

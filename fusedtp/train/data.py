@@ -32,11 +32,13 @@ FromLoader makes steps of any iterable of batches: a list, a torch DataLoader, t
 is a mapping of int64 tensors [B, S], this data-parallel rank's rows:
 
     input_ids
-    labels          the token that follows each, -100 for none. Default: the next one of the row
+    labels          the token that follows each, -100 for none. Default: the next one of the row and the document
     positions, document_ids     where documents are kept apart
+    attention_mask  may be there if it has no zeros
 
 The iterable starts again when it ends. Its position is saved with a checkpoint: by its own state_dict if it has one,
-else as the number of batches taken, and a resumed run reads and drops as many.
+that of each data-parallel rank, else as the number of batches taken, and a resumed run reads and drops as many; so does
+one on another number of data-parallel ranks, where no rank's state is this one's.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ import sysconfig
 import tempfile
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -59,6 +61,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fusedtp.train.checkpoint import OfRank
 from fusedtp.train.clocks import Clocks
 from fusedtp.train.mesh import World
 
@@ -553,6 +556,7 @@ class FromLoader:
         self.loader, self.world, self.accumulate, self.device = loader, world, accumulate, world.device
         self.tokens, self.taken, self.clocks = 0, 0, Clocks()
         self._batches: Iterator[Mapping[str, Tensor]] | None = None
+        self._own = OfRank(loader, world.dp_rank, world.dp) if hasattr(loader, "state_dict") else None
 
     def step(self, scale: float = 1.0) -> Iterator[Microbatch]:
         """The next step's microbatches. Collective over the data-parallel ranks, which count their labels together."""
@@ -580,21 +584,61 @@ class FromLoader:
         raise ValueError("the data has no batch")
 
     def state_dict(self) -> dict[str, Any]:
-        own = getattr(self.loader, "state_dict", None)
-        return {"taken": self.taken} if own is None else {"taken": self.taken, "loader": own()}
+        return {"taken": self.taken} | ({} if self._own is None else {"loader": self._own.state_dict()})
+
+    def wanted(self, keys: Collection[str]) -> dict[str, Any]:
+        """What a checkpoint with these keys is read into: see fusedtp.train.checkpoint.Stateful."""
+        has = self._own is not None and f"loader.{self._own.key}" in keys
+        return self.state_dict() if has else {"taken": self.taken}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._batches, taken = None, int(state_dict["taken"])
-        if "loader" in state_dict:
-            self.loader.load_state_dict(state_dict["loader"])  # type: ignore[attr-defined]
+        if self._own is not None and self._own.key in state_dict.get("loader", {}):
+            self._own.load_state_dict(state_dict["loader"])
         else:
+            if self._own is not None:
+                warnings.warn(
+                    f"the checkpoint has no state of the loader of data-parallel rank {self._own.key}: the loader "
+                    f"begins anew, and its first {taken} batches are dropped",
+                    stacklevel=2,
+                )
             for _ in range(taken):
                 self._next()
         self.taken = taken
 
 
+READ = ("input_ids", "labels", "positions", "document_ids", "attention_mask")  # of a batch
+
+
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:
+    """A batch's labels, or the next token of each. Raises ValueError for what would train something else."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if unknown := [name for name in batch if name not in READ]:
+        raise ValueError(f"a batch has {', '.join(map(repr, unknown))}; the trainer reads {', '.join(READ)}")
+    if mask is not None and not bool(mask.all()):
+        raise ValueError(
+            "attention_mask has zeros, and the trainer does not read it: leave it out, give padding at the end of "
+            f"a row labels of {IGNORED}, and keep documents apart by document_ids and positions"
+        )
     if "labels" in batch:
-        return batch["labels"]
-    ids = batch["input_ids"]
-    return torch.cat([ids[:, 1:], ids.new_full((len(ids), 1), IGNORED)], 1)
+        labels = batch["labels"]
+        if _unshifted(ids, labels):
+            raise ValueError(
+                "labels are input_ids themselves, as transformers' collators give them; the trainer takes the token "
+                "that follows each: leave labels out, or shift them by one"
+            )
+        return labels
+    follows = ids[:, 1:]
+    if (documents := batch.get("document_ids")) is not None:
+        follows = follows.where(documents[:, 1:] == documents[:, :-1], IGNORED)
+    elif (positions := batch.get("positions")) is not None:
+        follows = follows.where(positions[:, 1:] > positions[:, :-1], IGNORED)
+    return torch.cat([follows, ids.new_full((len(ids), 1), IGNORED)], 1)
+
+
+def _unshifted(ids: Tensor, labels: Tensor) -> bool:
+    """Whether labels are the tokens themselves. Rows of one repeated token do not tell, nor does a single label."""
+    given = labels != IGNORED
+    if labels.shape != ids.shape or bool((given & (labels != ids)).any()):
+        return False
+    return int((given[:, :-1] & (labels[:, :-1] != ids[:, 1:])).sum()) > 1

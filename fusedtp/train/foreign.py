@@ -93,6 +93,7 @@ class TransformersModel(nn.Module):
         self.hf, self.dtype, self.sequence_parallel = hf, dtype, sequence_parallel
         self.causal.loss_function = self._loss
         self._num_labels: float | None = None
+        self._own: Any = None  # what _loss returned
         self.is_tied = self.causal.get_output_embeddings() is not None and (
             self.causal.get_output_embeddings().weight is self.causal.get_input_embeddings().weight
         )
@@ -146,8 +147,16 @@ class TransformersModel(nn.Module):
     def _loss_of(self, labels: Tensor, num_labels: float, **inputs: Any) -> Tensor:
         self._num_labels = num_labels
         loss: Tensor = self.hf(labels=labels, use_cache=False, **inputs).loss
+        kind = type(self.causal).__name__
         if self._num_labels is not None:
-            raise ValueError(f"{type(self.causal).__name__} has a loss of its own, which does not take shifted labels")
+            raise ValueError(f"{kind} has a loss of its own, which does not take shifted labels")
+        (own, version, value), self._own = self._own, None
+        touched = loss is not own or loss._version != version  # values are compared only then: a GPU waits for that
+        if touched and torch.is_grad_enabled() and not torch.equal(loss, value):
+            raise ValueError(
+                f"{kind} adds to the loss of its labels, anew in every microbatch and on every data-parallel rank: "
+                "set config.output_router_logits = False, or train without what else it adds"
+            )
         return loss
 
     def _loss(self, logits: Tensor, labels: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -156,7 +165,9 @@ class TransformersModel(nn.Module):
         num_labels, self._num_labels = self._num_labels, None
         logits = logits.float()
         total = F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum")
-        return total / num_labels
+        loss: Tensor = total / num_labels
+        self._own = loss, loss._version, loss.detach().clone()
+        return loss
 
     def _arranged(self, x: Tensor, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """All rows of a batch in one, where attention is blind to documents else.."""

@@ -112,7 +112,7 @@ class Trainer:
         self._taken: list[Microbatch] = []
         self.state = TrainingState(
             model, optimizer, {"trainer": self, "data": self.batches, "loss_scale": self.scale}, world.rank,
-            seed, optional=("loss_scale",),
+            seed, optional=("loss_scale",), ranks=world.size,
         )  # fmt: skip
 
     def train(self, steps: int) -> bool:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import threading
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -516,6 +517,180 @@ def test_a_checkpoint_loads_on_another_mesh_to_the_last_bit(worlds, tmp_path: Pa
     assert sum("exp_avg_sq" in name for name in want) >= 12 and all(
         want[name].any() for name in want if "exp_avg" in name
     )
+
+
+def unmade_on(group, mesh: str, folder: Path, saves: bool) -> int:
+    """Saves or loads what is before the first step; of how many parameters the optimizer has state then."""
+    state, _, own = on_mesh(group, mesh, "--tie-embeddings")
+    checkpoints = Checkpoints(folder, group=own, asynchronous=False)
+    if saves:
+        checkpoints.save(0, state)
+    else:
+        checkpoints.load(state)
+    checkpoints.close()
+    return len(state.optimizer.state)
+
+
+@pytest.mark.parametrize(("one", "other"), [("dp2", "tp2"), ("pp2", "dp2")])
+def test_a_checkpoint_from_before_the_first_step_loads_on_another_mesh(worlds, tmp_path: Path, one: str, other: str):
+    assert worlds(2).run(unmade_on, one, tmp_path, True) == [0, 0]
+    assert worlds(2).run(unmade_on, other, tmp_path, False) == [0, 0]
+
+
+# -- state of the optimizer that is not made yet -----------------------------------------------------------------------
+
+
+class Partly(torch.nn.Module):
+    """Three linears, of which a loss reaches those that are `used`."""
+
+    def __init__(self, used: str = "ab") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (torch.nn.Linear(3, 3) for _ in range(3))
+        self.used = used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.used:
+            x = getattr(self, name)(x)
+        return x.square().sum()
+
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+}
+
+
+def partly(used: str = "ab", kind: str = "adamw", steps: int = 0) -> TrainingState:
+    model = Partly(used)
+    state = TrainingState(model, OPTIMIZERS[kind](model.parameters()))
+    steps_of(state, steps)
+    return state
+
+
+def steps_of(state: TrainingState, count: int) -> None:
+    for i in range(count):
+        state.model(torch.arange(3.0) + i).backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+
+
+def numbers_of(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Weights, and the optimizer's state of those parameters that have some."""
+    found = {name: p.detach().clone() for name, p in state.model.named_parameters()}
+    for name, p in state.model.named_parameters():
+        found |= {f"{name}.{key}": x.clone() for key, x in state.optimizer.state.get(p, {}).items() if x is not None}
+    return found
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_save_changes_nothing_and_what_was_not_made_is_loaded_as_not_made(tmp_path: Path, kind: str, steps: int):
+    """No step yet, as where fp16 overflows at first; and a parameter that the loss does not reach."""
+    state, want = partly("ab", kind, steps), partly("ab", kind, steps)
+    checkpoints = Checkpoints(tmp_path, asynchronous=False)
+    checkpoints.save(steps, state)
+    assert_same(numbers_of(state), numbers_of(want))
+    assert len(state.optimizer.state) == len(want.optimizer.state)
+    again = {"fresh": partly("ab", kind), "trained": partly("abc", kind, 3), "partly": partly("bc", kind, 1)}
+    again["trained"].model.used = again["partly"].model.used = "ab"
+    again["fresh"].model(torch.ones(3)).backward()  # gradients are there: they stay, and torch makes no state beside
+    gradients = [p.grad for p in again["fresh"].model.parameters()]
+    for each in again.values():
+        checkpoints.load(each)
+        assert_same(numbers_of(each), numbers_of(want))
+    assert all(p.grad is grad for p, grad in zip(again["fresh"].model.parameters(), gradients, strict=True))
+    again["fresh"].optimizer.zero_grad()
+    for each in (state, want, *again.values()):
+        steps_of(each, 2)
+    for each in (state, *again.values()):
+        assert_same(numbers_of(each), numbers_of(want))
+    checkpoints.close()
+
+
+def test_a_parameter_that_is_trained_from_now_on_begins_with_fresh_state(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, asynchronous=False)
+    checkpoints.save(2, partly("ab", steps=2))
+    state = partly("abc")
+    checkpoints.load(state)
+    steps_of(state, 1)
+    steps = [int(state.optimizer.state[p]["step"]) for p in state.model.parameters()]
+    assert steps == [3, 3, 3, 3, 1, 1]
+    checkpoints.close()
+
+
+def test_state_that_a_checkpoint_should_have_is_missed(tmp_path: Path):
+    """Of another optimizer, of one with one entry more, and of a parameter that it does not know."""
+    checkpoints = Checkpoints(tmp_path, asynchronous=False)
+    checkpoints.save(2, partly("ab", steps=2))
+    others = [partly("ab", "momentum"), partly("ab"), partly("ab")]
+    others[1].optimizer = torch.optim.AdamW(others[1].model.parameters(), lr=0.1, amsgrad=True)
+    others[2].model.register_parameter("d", torch.nn.Parameter(torch.ones(3)))
+    others[2].optimizer.add_param_group({"params": [others[2].model.d]})
+    for other, missed in zip(others, ("momentum", "max_exp_avg_sq", "d"), strict=True):
+        before = numbers_of(other).keys()
+        with pytest.raises(CheckpointError, match=rf"step 2 is not of this model: .*Missing key.*{missed}"):
+            checkpoints.load(other)
+        assert numbers_of(other).keys() == before
+    checkpoints.close()
+
+
+# -- loaders -----------------------------------------------------------------------------------------------------------
+
+
+class Shuffled:
+    """A loader whose order is its rank's own. Its state has no entry before it begins, as torchdata's may."""
+
+    def __init__(self, rank: int) -> None:
+        self.state: dict[str, Any] = {}
+        self.order = torch.randperm(100, generator=torch.Generator().manual_seed(rank)).tolist()
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        self.state = self.state or {"order": self.order, "at": 0}
+        while self.state["at"] < 100:
+            self.state["at"] += 1
+            first = self.state["order"][self.state["at"] - 1]
+            yield {"input_ids": (torch.arange(16).view(2, 8) + first) % 13}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = dict(state_dict)
+
+
+def alone_with(loader: Any) -> TrainingState:
+    model = torch.nn.Linear(2, 2)
+    return TrainingState(model, torch.optim.AdamW(model.parameters()), {"data": loader})
+
+
+def loaders(group: Any, folder: Path) -> None:
+    """Each rank gets back the state of its own loader, and its own random numbers."""
+    rank, loader = group.rank(), Shuffled(group.rank())
+    batches = iter(loader)
+    for _ in range(3 + rank):
+        next(batches)
+    checkpoints = Checkpoints(folder, group=host_groups()[0], asynchronous=False)
+    torch.manual_seed(rank)
+    checkpoints.save(1, alone_with(loader))
+    draws, again = torch.rand(3), Shuffled(7)
+    torch.manual_seed(9)
+    checkpoints.load(alone_with(again))
+    checkpoints.close()
+    assert again.state == loader.state == {"order": Shuffled(rank).order, "at": 3 + rank}
+    assert torch.equal(torch.rand(3), draws)
+
+
+def test_a_loaders_state_is_that_of_its_rank(worlds, tmp_path: Path):
+    worlds(2).run(loaders, tmp_path)
+    with pytest.raises(CheckpointError, match=r"of Shuffled .* saved by ranks 0 of 2, 1 of 2: rank 0 of 1 cannot"):
+        Checkpoints(tmp_path).load(alone_with(Shuffled(0)))
 
 
 # -- how often ---------------------------------------------------------------------------------------------------------

@@ -281,6 +281,65 @@ def test_labels_default_to_the_next_token():
     assert batch.labels.tolist() == [[1, 2, 3, -100], [5, 6, 7, -100]] and batch.num_labels == 3.0
 
 
+def test_labels_default_to_the_next_token_of_the_document():
+    ids = torch.arange(10).view(2, 5)
+    documents = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 2, 2, 2]])
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 0, 1, 2]])
+    want = [[1, 2, -100, 4, -100], [-100, -100, 8, 9, -100]]
+    for more in (
+        {"document_ids": documents},
+        {"positions": positions},
+        {"document_ids": documents, "positions": positions},
+    ):
+        (batch,) = FromLoader([{"input_ids": ids} | more], World()).step()
+        assert batch.labels.tolist() == want and batch.num_labels == 5.0
+    (batch,) = FromLoader([{"input_ids": ids, "labels": ids + 1, "document_ids": documents}], World()).step()
+    assert torch.equal(batch.labels, ids + 1), "labels that are given stay"
+
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 9, 4, 3]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "why"),
+    [
+        ({"labels": IDS}, "labels are input_ids themselves"),
+        ({"labels": IDS.masked_fill(IDS > 6, -100)}, "labels are input_ids themselves"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])}, r"attention_mask has zeros.*labels of -100"),
+        ({"position_ids": IDS, "idx": IDS}, r"a batch has 'position_ids', 'idx'; the trainer reads input_ids, labels"),
+    ],
+)
+def test_batches_that_would_train_something_else_are_refused(batch: dict[str, torch.Tensor], why: str):
+    with pytest.raises(ValueError, match=why):
+        next(FromLoader([{"input_ids": IDS} | batch], World()).step())
+
+
+def test_a_batch_of_transformers_collator_is_refused():
+    from transformers import default_data_collator
+
+    rows = [{"input_ids": row, "labels": row, "attention_mask": [1] * 4} for row in IDS.tolist()]
+    with pytest.raises(ValueError, match="labels are input_ids themselves"):
+        next(FromLoader([default_data_collator(rows)], World()).step())
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels"),
+    [
+        ([[7, 7, 7, 7]], [[7, 7, 7, 7]]),  # one token over and over
+        ([[7, 7, 7, 7], [8, 8, 8, 8]], [[7, 7, 7, 7], [8, 8, 8, -100]]),
+        ([[7, 7, 7, 8, 8]], [[7, 7, -100, 8, 8]]),  # two documents
+        ([[1, 2, 3, 4]], [[-100, -100, -100, 4]]),  # one answer, which follows the row
+        ([[1, 2, 3, 4]], [[-100, 2, -100, -100]]),
+        ([[1, 2, 3, 4]], [[2, 3, 4, 4]]),
+        ([[1, 2, 3, 4]], [[-100] * 4]),
+    ],
+)
+def test_labels_that_only_look_unshifted_are_taken(ids: list[list[int]], labels: list[list[int]]):
+    given = {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)}
+    (batch,) = FromLoader([given | {"attention_mask": torch.ones_like(given["input_ids"])}], World()).step()
+    assert batch.labels.tolist() == labels
+
+
 def test_what_a_trainer_cannot_train_is_refused():
     with pytest.raises(ValueError, match="the data has no batch"):
         list(FromLoader([], World()).step())

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,19 @@ from fusedtp.commands import launch
 from fusedtp.commands.build import build_stages
 from fusedtp.commands.run import CHECKPOINTS, INCIDENTS, trainer_of
 from fusedtp.commands.verify import rounding
+from fusedtp.nn.init import init_
+from fusedtp.parallel import parallelize
 from fusedtp.train import checkpoint
 from fusedtp.train.checkpoint import FORMAT, Checkpoints, Saver, path_of, steps_in
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches
-from fusedtp.train.loop import learning_rate
+from fusedtp.train.loop import Trainer, learning_rate
+from fusedtp.train.shard import shard
 from tests.harness.warm import warm_python
-from tests.train.support import ranks_of, world_on
-from tests.train.test_checkpoint import EXPERTS, flip, whole
+from tests.train.support import mesh_of, ranks_of, world_on
+from tests.train.test_checkpoint import EXPERTS, Shuffled, flip, whole
 from tests.train.test_run import TINY, command, environment
+from tests.train.test_stages import model_of
 
 SIZES = (
     "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --layers 2 --length 16 --batch 8 --steps 4 --warmup 1 "
@@ -140,6 +145,38 @@ def test_on_another_mesh_the_order_stays_and_losses_are_within_rounding(
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
+
+
+def with_loader(group: Any, dp: int, tp: int, folder: Path, resume: bool) -> tuple[list[tuple[float, float]], Any, str]:
+    """A trainer whose loader has a state of its own, from the start to step 4, or from step 2 on."""
+    mesh, model = mesh_of(dp=dp, tp=tp), model_of(tied=False)
+    parallelize(model, mesh["tp"])
+    shard(model, mesh["dp"])
+    init_(model.to_empty(device="cpu"), 0, std=0.3)
+    loader = Shuffled(mesh.get_local_rank("dp") + 5 * resume * (dp > 1))
+    trainer = Trainer(model, loader, torch.optim.AdamW(model.parameters(), lr=1e-2), mesh, accumulate=2)
+    checkpoints = Checkpoints(folder, group=trainer.world.checkpoint_group, keep_last=9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if resume:
+            checkpoints.load(trainer.state, MIDDLE)
+    trainer.saver = None if resume else Saver(checkpoints, trainer.world, every=MIDDLE)
+    trainer.train(4)
+    checkpoints.close()
+    said = " ".join(str(each.message) for each in caught if "loader" in str(each.message))
+    return [(r["loss"], r["grad_norm"]) for r in trainer.metrics.steps], loader.state, said
+
+
+def test_each_data_parallel_rank_goes_on_with_its_own_loader(worlds, tmp_path: Path):
+    """Tensor-parallel peers with that of theirs; another number of ranks with as many batches dropped."""
+    ranks = worlds(4)
+    at_once = ranks.run(with_loader, 2, 2, tmp_path, False)
+    for then, wanted in zip(ranks.run(with_loader, 2, 2, tmp_path, True), at_once, strict=True):
+        assert then == (wanted[0][MIDDLE:], wanted[1], "")
+    assert [state["order"] for _, state, _ in at_once] == [Shuffled(rank // 2).order for rank in range(4)]
+    for rank, (_, state, said) in enumerate(worlds(2).run(with_loader, 1, 2, tmp_path, True)):
+        assert state == {"order": Shuffled(0).order, "at": 8}, rank
+        assert "no state of the loader of data-parallel rank 0 of 1" in said and "first 4 batches are dropped" in said
 
 
 def arguments(book: Path, runs: Path, *more: str) -> list[str]:
@@ -394,7 +431,8 @@ KILLED = """
 import os, signal, sys
 from unittest.mock import patch
 from fusedtp import cli
-from fusedtp.train.loop import learning_rate
+from fusedtp.train.loop import Trainer, learning_rate
+from fusedtp.train.shard import shard
 
 def killed(options, step):
     if step == 5 and os.environ.get("RANK") == "1":
