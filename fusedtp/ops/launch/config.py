@@ -149,12 +149,12 @@ def narrowed(
 def deep(shape: Config, machine: Machine, dtype: torch.dtype, weights: int = 1) -> Config:
     """The tile in so many stages that IN_FLIGHT bytes of the weights are on their way, if they fit.
 
-    A tile too narrow for that takes twice as much of K in a stage.
+    A tile too narrow for that takes twice as much of K in a stage, but not in fp32, where that would take registers.
     """
     if machine.clock != "cuda":
         return shape
     step, columns = shape.block_k * dtype.itemsize, weights * shape.block_n
-    if MOST_STAGES * columns * step < IN_FLIGHT:
+    if dtype != torch.float32 and MOST_STAGES * columns * step < IN_FLIGHT:
         shape, step = replace(shape, block_k=2 * shape.block_k), 2 * step
     fit = (machine.shared_bytes - 1024) // ((shape.block_m + columns) * step)
     stages = min(-(-IN_FLIGHT // (columns * step)), fit, MOST_STAGES)
