@@ -1,9 +1,9 @@
 """Weights on their way into the cache while a program still waits for peers.
 
-What a kernel that gathers few rows takes is what its weights take to come from memory, and while it waits for rows no
-load is under way. So each program first names the begin of one block of a weight, whoever will multiply it: all SMs
-have one L2 cache. A program names no more than memory brings during such a wait. A prefetch returns nothing, orders
-nothing and changes no memory: without it a kernel is slower, and that is all.
+A kernel that gathers few rows is as fast as its weights come from memory, and it loads nothing while it waits for rows.
+So before it waits, each program names the first columns of one block of a weight. Any program may multiply that block:
+all SMs share the L2 cache. A program names no more than memory delivers during such a wait. A prefetch returns nothing,
+orders nothing and changes no memory: without it a kernel is only slower.
 
 PTX ISA 8.8, section 9.7.9.15 (prefetch).
 """

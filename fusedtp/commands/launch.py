@@ -103,6 +103,7 @@ OUTPUTS = (
 LOCK = ".lock"  # of a run's folder: held by the run that writes there, with its process in it
 WRONG_USAGE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # of torchrun: seconds from SIGTERM to SIGKILL; its own default is 30
+ASKED = "FUSEDTP_OPTIONS_CHECKED"  # for ranks: who started them has looked at the options
 LAST_LINES = 20  # of the stderr of a rank that died without an exception
 
 
@@ -118,7 +119,7 @@ def main(argv: list[str]) -> int:
 
 def _asked_before() -> bool:
     """Whether another process of this command has started this one, and looked at the options."""
-    return torchrun_place() is not None and elastic.OWN_STORE in os.environ
+    return torchrun_place() is not None and ASKED in os.environ
 
 
 def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
@@ -369,7 +370,7 @@ def launch(
     # A thread that waits leaves its core to ranks and to whoever else is here. Those of libgomp spin by default: where
     # other work kept both cores busy, that stretched a second of the reference to a minute.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ[elastic.OWN_STORE] = "1"
+    os.environ |= {elastic.OWN_STORE: "1", ASKED: "1"}
     os.environ.setdefault(SHUTDOWN, "3600")  # a step and its save may take long; --timeout ends ranks that hang
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     with tempfile.TemporaryDirectory(prefix="fusedtp-train-") as logs:

@@ -29,7 +29,7 @@ from fusedtp.train.config import TrainConfig
 from fusedtp.train.loop import Metrics, Sink
 from fusedtp.train.mesh import World
 from fusedtp.train.stages import Action
-from fusedtp.train.watch import append_line, line_of
+from fusedtp.train.watch import Lines, line_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,10 +90,10 @@ class JsonLines:
             draft.rename(path)
         except OSError as error:
             raise ValueError(f"{path} cannot be written: {error.strerror}") from error
-        self.path = path
+        self._lines = Lines(path)
 
     def write(self, record: dict[str, Any]) -> None:
-        append_line(self.path, record)
+        self._lines.append(record)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -59,7 +59,7 @@ from fusedtp.train.loop import Metrics, Trainer, adamw, for_batch, learning_rate
 from fusedtp.train.mesh import World, placement
 from fusedtp.train.pulse import Pulse
 from fusedtp.train.stages import Action, Pipeline
-from fusedtp.train.watch import Guard, Watch, append_line
+from fusedtp.train.watch import Guard, Lines, Watch
 
 PROMPT_TOKENS = 160
 INCIDENTS, PIPELINE, SAVES = "incidents.jsonl", "pipeline.json", "saves.jsonl"
@@ -352,7 +352,7 @@ def misfits(config: TrainConfig, about: Mapping[str, Any]) -> list[str]:
 def note_save(folder: Path, saved: Saved) -> None:
     """Append a checkpoint that is on disk to the run's saves."""
     line = {"step": saved.step, "bytes": saved.size, "blocked": saved.blocked, "seconds": saved.seconds}
-    append_line(folder / SAVES, line | {"time": time.time()})
+    Lines(folder / SAVES).append(line | {"time": time.time()})
 
 
 def other_tokens(tokens: Path, about: Mapping[str, Any]) -> list[str]:
@@ -365,7 +365,7 @@ def other_tokens(tokens: Path, about: Mapping[str, Any]) -> list[str]:
 def note_incident(folder: Path, what: str, kind: str = "") -> None:
     """Append a line to the run's incidents. kind: BEGIN of ranks that go on, or END."""
     if folder.is_dir():
-        append_line(folder / INCIDENTS, {"time": time.time(), "what": what, "kind": kind})
+        Lines(folder / INCIDENTS).append({"time": time.time(), "what": what, "kind": kind})
 
 
 def how_it_ended(folder: Path) -> str:

@@ -536,7 +536,7 @@ class Foreign(Style):
 
     def faults(self, module: Any, world_size: int) -> list[str]:
         if getattr(module, "max_norm", None) is not None:
-            return ["an embedding with max_norm changes its table as it reads it, which nothing here can split or copy"]
+            return ["an embedding with max_norm changes its table when it reads it: it can be neither split nor copied"]
         return [
             fault
             for name, parameter in module.named_parameters(recurse=False)

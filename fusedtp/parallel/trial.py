@@ -347,7 +347,7 @@ def _floats(outputs: Any) -> list[Tensor]:
     whole = [x.full_tensor() if isinstance(x, TokenShard | VocabShard) else x for x in _leaves(outputs)]
     found = [x for x in whole if isinstance(x, Tensor) and x.is_floating_point()]
     if not found:
-        raise ValueError(f"a {type(outputs).__name__} of no floating-point tensors is what it returns")
+        raise ValueError(f"it returns a {type(outputs).__name__} without floating-point tensors")
     return found
 
 

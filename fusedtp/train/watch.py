@@ -276,22 +276,29 @@ def peak_memory(device: torch.device) -> int:
 
 # -- files of lines ----------------------------------------------------------------------------------------------------
 
-_unwritten = set[Path]()  # files of which that has been said
 
+class Lines:
+    """A file of JSON objects, a line each.
 
-def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Add a line to a file, behind a cut one too. That it cannot be written is said on stderr, once: a run goes on."""
-    try:
-        with open(path, "ab+") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - 1, 0))
-            begin = b"" if not size or file.read(1) == b"\n" else b"\n"
-            file.write(begin + line_of(record).encode())
-        _unwritten.discard(path)
-    except OSError as error:
-        if path not in _unwritten:
-            print(f"{path} could not be written: {error.strerror}", file=sys.stderr)
-        _unwritten.add(path)
+    That it cannot be written is said on stderr, once for as long as that lasts, and a run goes on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._failed = path, False
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a line, behind a cut one too."""
+        try:
+            with open(self.path, "ab+") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(size - 1, 0))
+                begin = b"" if not size or file.read(1) == b"\n" else b"\n"
+                file.write(begin + line_of(record).encode())
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                print(f"{self.path} could not be written: {error.strerror}", file=sys.stderr)
+            self._failed = True
 
 
 def line_of(record: Mapping[str, Any]) -> str:
@@ -321,7 +328,8 @@ class Watch:
         folder: Path | None = None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.world, self.every, self.folder = world, every, folder
+        self.world, self.every = world, every
+        self._lines = None if folder is None else Lines(folder / RANKS)
         self._tell = tell if world.rank == 0 else lambda line: None
         self.measured = world.device.type == "cpu"
         self.clocks, self.spikes, self.readings = Clocks(), Spikes(), list[Reading]()
@@ -401,8 +409,8 @@ class Watch:
         self.readings.append(reading)
         if not self._hosts:
             self._hosts = self.world.gather_objects(socket.gethostname())
-        if self.folder is not None and self.world.rank == 0:
-            append_line(self.folder / RANKS, reading.to_dict() | {"hosts": self._hosts, "time": time.time()})
+        if self._lines is not None and self.world.rank == 0:
+            self._lines.append(reading.to_dict() | {"hosts": self._hosts, "time": time.time()})
         places = [rank // (self.world.dp * self.world.tp) for rank in range(self.world.size)]
         found = []
         if reading.steps >= min(LEAST_STEPS, self.every):

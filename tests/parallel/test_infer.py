@@ -578,7 +578,7 @@ def test_outputs_and_parameters_of_unusual_kinds():
     assert infer(InDataclass(kept), 2).plan == split
     assert infer(Empty(kept), 2).plan == split
     found = infer(InWords(kept), 2)
-    assert not found.plan and "a str of no floating-point tensors" in found.whole["up"]
+    assert not found.plan and "a str without floating-point tensors" in found.whole["up"]
 
 
 def test_a_model_whose_units_run_and_whose_output_does_not_compare():

@@ -39,9 +39,10 @@ def record_run(device: str, folder, monkeypatch) -> tuple[dict, dict, str]:
 @pytest.mark.parametrize("bad", [b"\xff\xfe\n", b"[1]\n", b"{}\n", b'{"step": 7, "lo', b"junk\n"])
 def test_one_damaged_line_costs_that_line_alone(tmp_path, bad):
     path = tmp_path / "metrics.jsonl"
-    results.append_line(path, {"step": 0})
+    lines = results.Lines(path)
+    lines.append({"step": 0})
     path.write_bytes(path.read_bytes() + bad)
-    results.append_line(path, {"step": 1})  # not behind a cut line, but on one of its own
+    lines.append({"step": 1})  # not behind a cut line, but on one of its own
     assert [record["step"] for record in results.records_of(tmp_path)] == [0, 1]
 
 
