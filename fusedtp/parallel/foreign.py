@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._pytree import tree_leaves, tree_map
@@ -143,6 +144,7 @@ class Own:
     members    the communicator's name
     partial    each rank's gradient of its parameters is a part of a sum
     sharded    names of the parameters of which each rank holds a part, whose gradient is whole for that part
+    divided    names of the parameters that each rank adds to a sum
     children   names of modules of which it may read parameters without calling them
     below      of a stack of layers, and of each of them: names of modules in it, at any depth, whose gradients are
                summed in one call. The stack's, if nobody holds its layers' parameters back until they run (FSDP2 does)
@@ -156,6 +158,7 @@ class Own:
     world_size: int
     partial: bool = False
     sharded: frozenset[str] = frozenset()
+    divided: frozenset[str] = frozenset()
     children: tuple[str, ...] = ()
     below: tuple[str, ...] = ()
     splits: bool = False
@@ -204,6 +207,9 @@ class Own:
         """The plain tensor."""
         if name in self.sharded:
             return local(parameter)
+        if name in self.divided:
+            divided_by: Tensor = _Divided.apply(local(parameter), self.world_size)
+            return divided_by
         seen = self.seen
         if self.partial or seen.inputs.differ or (name in seen.gradients and seen.gradients[name].differ):
             return read(parameter, self.members)
@@ -223,6 +229,18 @@ class Own:
         if differ is None:
             differ = question.ask([gradient], [bits], self.members, self.world_size)
         return all_reduce_sum(gradient, self.members) if differ else gradient
+
+
+class _Divided(Function):
+    """A parameter's W-th: the sum over ranks has it once, and each rank sees its whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, world_size: int) -> Tensor:
+        return parameter / world_size
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -542,6 +560,10 @@ class Foreign(Style):
             for name, parameter in module.named_parameters(recurse=False)
             for found in (_uneven, partial(_unaligned, module))
             for fault in found(name, parameter, self.placement(name, parameter), world_size)
+        ] + [
+            f"{name} has {module._parameters[name].shape[-1]} features in pairs, which {world_size} ranks cannot share"
+            for name, word in self.named.items()
+            if word == "rowwise_pairs" and module._parameters[name].shape[-1] % (2 * world_size)
         ]
 
     def placement(self, name: str, parameter: Tensor) -> Placement:
@@ -564,7 +586,7 @@ class Foreign(Style):
         return {
             "members": comm.name, "world_size": comm.world_size, "children": self.children, "below": self.below,
             "splits": self.splits, "inside": self.inside,
-            "sharded": sharded,
+            "sharded": sharded, "divided": frozenset(name for name, word in self.named.items() if word == "divided"),
         }  # fmt: skip
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
@@ -714,6 +736,8 @@ PARAMETERS: dict[str, Callable[[str, int], Placement]] = {
     "packed_colwise": lambda name, dims: StridedShard(_features(name, dims), split_factor=2),
     "packed_rowwise": lambda name, dims: Replicate() if dims == 1 else StridedShard(dims - 1, split_factor=2),
     "replicate": lambda name, dims: Replicate(),
+    "rowwise_pairs": lambda name, dims: Shard(dims - 1),  # features 0 and 1, 2 and 3, ... belong together
+    "divided": lambda name, dims: Replicate(),  # every rank adds it to a sum: each takes its W-th
     "grouped_gemm": lambda name, dims: Shard(0),
 }
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 
 from fusedtp.comm import communicator
 from fusedtp.nn.heads import heads_split, sizes_that_split
@@ -205,6 +206,7 @@ def foreign_steps(
     for name, style in styles.items():
         faults += [f"{generic(name)}: {fault}" for fault in already_parallel(named[name])]
         faults += [f"{generic(name)}: {fault}" for fault in style.faults(named[name], world_size)]
+    faults += _sums_of_wholes(named, styles, world_size)
     if not faults:
         faults = sharing_faults(named, styles, world_size, fully_sharded)
     refuse(model, world_size, faults)
@@ -250,6 +252,21 @@ def _named_by(
     if not words and not parameters and not faults:
         faults.append("its plan names no module of it")
     return words, parameters, faults
+
+
+def _sums_of_wholes(named: Mapping[str, Any], styles: Mapping[str, Foreign], world_size: int) -> list[str]:
+    """Modules whose outputs ranks would add, though each computes all: quantized weights may have other names."""
+    split = [
+        name
+        for name, style in styles.items()
+        if any(not isinstance(at, Replicate) for at in style.placements(named[name], world_size).values())
+    ]
+    return [
+        f"{generic(name)}: its outputs are summed over ranks, but the plan splits no parameter of it (load a quantized "
+        "model unquantized)"
+        for name, style in styles.items()
+        if type(style) is Summed and world_size > 1 and not any(f"{each}.".startswith(f"{name}.") for each in split)
+    ]
 
 
 def _adapt(words: dict[str, str], named: Mapping[str, Any]) -> list[str]:

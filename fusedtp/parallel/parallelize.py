@@ -15,9 +15,9 @@ from fusedtp.comm import communicator
 from .agree import agreed_plan, check_same_weights
 from .expert_parallel import ExpertSplit
 from .foreign_plan import adopt, check_plan
-from .infer import infer_or_refuse
+from .infer import infer, infer_or_refuse
 from .placement import Mesh
-from .plan import add_replicas, apply_steps, has_more_dimensions, make_steps, plan_of
+from .plan import add_replicas, apply_steps, has_more_dimensions, make_steps, names_only_ends, plan_of
 from .proof import prove as prove_plan
 from .proof import proved_plan
 from .twin import NoTwin, OtherCode
@@ -40,8 +40,8 @@ def parallelize(
         mesh                a 1-D DeviceMesh such as mesh["tp"], or a VirtualGroup
         engine              auto, collective, chunked, triton or multimem; see fusedtp.explain
         sequence_parallel   tokens are split between layers too, [T_r, H]; else they are whole on every rank
-        plan                module name -> style, instead of the model's tp_plan; a model without any gets one that is
-                            inferred from what its modules do, see infer.py
+        plan                module name -> style, instead of the model's tp_plan; a model without any, or with one for
+                            its head alone, gets one that is inferred from what its modules do, see infer.py
         prove               first run a tiny copy of a model of others, see fusedtp.prove. True: it must be possible;
                             False: do not; None: where the model is one of transformers
         experts             which ranks share the experts of a mixture, and how; default: those of the mesh, whole ones
@@ -65,10 +65,11 @@ def parallelize(
     own = plan is None
     plan = cast(Mapping[str, Any], plan_of(model) if plan is None else plan)
     whole: dict[str, str] = {}
-    if own and not plan:
-        search = partial(infer_or_refuse, model, comm.world_size, sequence_parallel)
+    if own and (not plan or names_only_ends(model, plan)):
+        search = partial(_inferred, model, comm.world_size, sequence_parallel, plan)
+        if not plan:
+            prove = prove or False  # what is inferred was proved
         plan, whole = agreed_plan(search, comm) if isinstance(mesh, DeviceMesh) else search()
-        prove = prove or False  # what is inferred was proved
     if plan and is_foreign(model, plan):
         if isinstance(mesh, DeviceMesh):  # modules of fusedtp.nn start empty: weights may come afterwards
             check_same_weights(model, comm)
@@ -104,6 +105,16 @@ def parallelize(
             if hasattr(module, "token_split"):
                 module.token_split, module.token_group = (comm.rank, comm.world_size), comm.name  # type: ignore[assignment]
     return model
+
+
+def _inferred(
+    model: nn.Module, world_size: int, sequence_parallel: bool, plan: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """What can be inferred besides a plan that names the ends alone, or nothing; module -> why it stays whole."""
+    if not plan:
+        return infer_or_refuse(model, world_size, sequence_parallel)
+    found = infer(model, world_size, sequence_parallel)
+    return {**found.plan, **plan}, found.whole
 
 
 def refuse_split_by_transformers(model: nn.Module) -> None:

@@ -2,7 +2,8 @@
 
 A plan maps names to styles in transformers' vocabulary: {"layers.*.mlp.up_proj": "colwise", ...}; `*` is one part of
 a name (a layer's number), and a style may also be a ParallelStyle. A model without a plan of its own gets those of
-its outermost submodules that have one. Modules that no pattern names keep their parameters whole.
+its outermost submodules that have one. Models of transformers whose plan is missing there have it in OWN_PLANS.
+Modules that no pattern names keep their parameters whole.
 """
 
 from __future__ import annotations
@@ -50,15 +51,49 @@ class Step(NamedTuple):
     style: Any
 
 
+# Class -> a plan, where transformers has none for its layers. Gate and up of gpt-oss's experts alternate.
+OWN_PLANS: dict[str, dict[str, str]] = {
+    "GptOssModel": {
+        "embed_tokens": "embedding_rowwise",
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.sinks": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.experts.gate_up_proj": "rowwise_pairs",
+        "layers.*.mlp.experts.gate_up_proj_bias": "rowwise_pairs",
+        "layers.*.mlp.experts.down_proj": "colwise",
+        "layers.*.mlp.experts.down_proj_bias": "divided",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    },
+}
+
+
 def plan_of(model: nn.Module) -> dict[str, str | ParallelStyle]:
-    """The model's tp_plan, or those of its outermost submodules that have one, under their names."""
+    """The model's tp_plan, or those of its outermost submodules that have one, under their names.
+
+    Where the model's own names only the ends (an embedding, a head), those of its submodules as well.
+    """
     own = getattr(model, "tp_plan", None) if hasattr(type(model), "tp_plan") or "tp_plan" in vars(model) else None
-    if own:  # not what a wrapper finds on the model inside it, whose names are others here
+    if own and not names_only_ends(model, own):  # not what a wrapper finds on the model inside it, with other names
         return dict(own)
-    found: dict[str, str | ParallelStyle] = {}
+    found: dict[str, str | ParallelStyle] = dict(OWN_PLANS.get(type(model).__name__, {}))
     for name, child in model.named_children():
         found.update({f"{name}.{pattern}": style for pattern, style in plan_of(child).items()})
-    return found
+    return {**found, **(own or {})}
+
+
+def names_only_ends(model: Any, plan: Mapping[str, Any]) -> bool:
+    """Whether a plan of transformers splits the vocabulary alone: no pattern names a layer."""
+    if not hasattr(model, "get_output_embeddings") or not hasattr(model, "get_input_embeddings"):
+        return False
+    try:
+        ends = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
+    except NotImplementedError:  # transformers, of models without such
+        return False
+    return all(
+        id(module) in ends for name, module in model.named_modules() if any(matches(pattern, name) for pattern in plan)
+    )
 
 
 def make_steps(

@@ -24,7 +24,7 @@ from fusedtp.ops.tokens import gather_tokens
 
 from .foreign_plan import adopt
 from .placement import Mesh
-from .plan import generic, matches, parent_of
+from .plan import generic, matches, parent_of, plan_of
 from .token_shard import TokenShard
 from .twin import NoTwin, twin_of
 from .vocab_shard import VocabShard
@@ -83,7 +83,7 @@ def prove(
     A transformers model is copied small, with random weights; any other is copied as it is, and needs an example.
     Raises NoTwin where neither can be done. The model itself is neither run nor changed.
     """
-    plan = dict(getattr(model, "tp_plan", None) or {}) if plan is None else plan
+    plan = plan_of(model) if plan is None else plan
     return _prove(_copy_of(model, mesh, example), mesh, example, plan, sequence_parallel)
 
 

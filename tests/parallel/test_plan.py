@@ -1,5 +1,6 @@
 """Plans: what they match, what is wrong with them (all of it at once, nothing changed), and what explain says."""
 
+import copy
 import re
 from functools import partial
 
@@ -96,6 +97,56 @@ def test_a_style_refuses_a_weight_that_is_computed():
 def test_a_table_that_changes_as_it_is_read_is_refused():
     model = nn.ModuleDict({"table": nn.Embedding(8, 8, max_norm=1.0), "up": nn.Linear(8, 8)})
     assert "\n  - table: an embedding with max_norm changes its table" in message_of(model, 2, plan={"up": "colwise"})
+
+
+class Paired(nn.Module):
+    """Experts, one, of which gate and up alternate, and a bias behind the sum."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate_up, self.down = (nn.Parameter(torch.randn(1, *shape)) for shape in ((4, 2 * width), (width, 4)))
+        self.bias = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x):
+        hidden = x @ self.gate_up[0]
+        return (hidden[..., ::2] * hidden[..., 1::2]) @ self.down[0] + self.bias[0]
+
+
+PAIRED = {"0": "moe_tp_experts", "0.gate_up": "rowwise_pairs", "0.down": "colwise", "0.bias": "divided"}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_pairs_of_features_and_a_bias_of_a_sum(world_size: int):
+    """Each rank has whole pairs, and its part of the sum a part of the bias, with the bias's whole gradient."""
+    torch.manual_seed(0)
+    whole, x = nn.Sequential(Paired(6)), torch.randn(5, 4)
+    want = whole(x)
+    want.square().sum().backward()
+
+    def run(group) -> None:
+        split = parallelize(copy.deepcopy(whole), group, plan=PAIRED)
+        got = split(x)
+        got.square().sum().backward()
+        assert_close("y", got, want)
+        rank = group.rank()
+        for name, parameter in split.named_parameters():
+            own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            full = whole.get_parameter(name).grad
+            dim = {"0.gate_up": 2, "0.down": 1}.get(name)
+            assert_close(name, own, full if dim is None else full.chunk(world_size, dim)[rank])
+
+    VirtualWorld(world_size).run(run)
+
+
+def test_pairs_that_ranks_cannot_share_are_refused():
+    assert "0: gate_up has 6 features in pairs, which 2 ranks cannot share" in message_of(
+        nn.Sequential(Paired(3)), 2, plan=PAIRED
+    )
+
+
+def test_wholes_are_not_summed():
+    text = message_of(nn.Sequential(Paired(6)), 2, plan={"0": "moe_tp_experts", "0.bias": "divided"})
+    assert "0: its outputs are summed over ranks, but the plan splits no parameter of it" in text
 
 
 def test_a_model_without_a_plan():

@@ -26,6 +26,7 @@ def _rotary(*sections: int, **more: Any) -> dict[str, Any]:
 
 # What the rules of the small configuration do not give, or what their values contradict.
 MORE: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -88,11 +89,15 @@ OTHERS = {
 }
 
 
+# transformers has a plan for their head alone.
+HEAD_ONLY = ("bamba", "diffllama", "gpt_oss")
+
+
 def _planned(causal: bool) -> list[str]:
     return [
         name
         for name in CONFIG_MAPPING
-        if getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None)
+        if (name in HEAD_ONLY or getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None))
         and (CONFIG_MAPPING[name] in MODEL_FOR_CAUSAL_LM_MAPPING) == causal
     ]
 

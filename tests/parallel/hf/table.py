@@ -20,7 +20,7 @@ from fusedtp.environment import environment
 from tests.harness import WorldError, world
 
 from . import parity
-from .families import LARGE, OTHERS, families, towers
+from .families import HEAD_ONLY, LARGE, OTHERS, families, towers
 
 TOGETHER = 5  # families of one call: their imports and the way to the ranks are paid once
 Found = dict[str, Any]  # what parity.compare returns, or {"refused": why}
@@ -133,6 +133,9 @@ def page(
         "weights,",
         "split by `fusedtp.parallelize` with sequence parallelism, beside the same model on one device.",
         "",
+        f"Plans are those of transformers. It plans only the head of {', '.join(HEAD_ONLY)};",
+        "there this library completes the plan by one of its own or by what it infers.",
+        "",
         "    python -m tests.parallel.hf.table > docs/models.md      (`make models-table`)",
         "",
         f"{here['processor']}, {here['cores']} cores; Python {here['python']}, {versions}, fusedtp {here['fusedtp']}.",
@@ -141,10 +144,9 @@ def page(
         "logits, loss and every gradient differ by no more",
         "  than roundoff explains (`tests/parallel/hf/parity.py` says how that is measured), and greedy decoding gives",
         "  the same tokens.",
-        f"- Split as their plan says: {kinds.count('fused')}. Partly, because modules that the plan breaks stay whole: "
+        f"- Split as planned: {kinds.count('fused')}. Partly, because some modules stay whole (below): "
         f"{kinds.count('partly')}.",
-        f"  As their plan says, but without a proof beforehand: {kinds.count('unproved')}. "
-        f"Refused: {kinds.count('refused')}.",
+        f"  As planned, but without a proof beforehand: {kinds.count('unproved')}. Refused: {kinds.count('refused')}.",
         f"- {sum(bool(found.get('calls', {}).get('fused')) for found in two.values())} run with sequence parallelism"
         " and fused linear layers; the others split no linear layer.",
         f"- {share_fused(*two.values(), *four.values())} of all calls of split linear layers "

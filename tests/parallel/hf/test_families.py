@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING
 
 import fusedtp
 from fusedtp import ExpertSplit
+from fusedtp.parallel.plan import generic
 from fusedtp.parallel.twin import twin_of
 from tests.harness import world
 from tests.parallel.support import tp_mesh
@@ -28,9 +29,9 @@ ALL = os.environ.get("FUSEDTP_ALL_MODELS") == "1"
 # What differs in kind: scaled and tied embeddings, packed and gated attention, norms over heads and over all of them,
 # sinks, latent attention, mixtures of experts in each layout, state spaces, linear attention, plans that are wrong.
 SAMPLE = (
-    "afmoe apertus cohere deepseek_v3 deepseek_v4 doge gemma gemma2 gemma3n_text gemma4_text gpt_neox granite_swa "
-    "granitemoehybrid inkling_text llama longcat_flash mixtral olmo2 phi3 phi qwen2 qwen3 qwen3_moe qwen3_next "
-    "starcoder2"
+    "afmoe apertus bamba cohere deepseek_v3 deepseek_v4 doge gemma gemma2 gemma3n_text gemma4_text gpt_neox gpt_oss "
+    "granite_swa granitemoehybrid inkling_text llama longcat_flash mixtral olmo2 phi3 phi qwen2 qwen3 qwen3_moe "
+    "qwen3_next starcoder2"
 )
 
 
@@ -38,10 +39,11 @@ def chosen() -> list[str]:
     return [name for name in families() if name not in LARGE] if ALL else SAMPLE.split()
 
 
-# Plans of transformers that are wrong, each found by the proof, or models of which it can make no small copy.
+# Plans of transformers that are wrong, each found by the proof.
 NOT_ALL_SPLIT = {
-    *("doge", "gemma3n_text", "granitemoehybrid", "inkling2_text", "inkling_text"),
+    *("doge", "gemma3n_text", "inkling2_text", "inkling_text"),
     *("esmc", "glm5_next_text", "neomme"),
+    *("bamba", "diffllama"),  # no plan of transformers for their layers, and none can be inferred for some of them
 }
 # The configuration makes no model as it is by default.
 NO_DEFAULT = {
@@ -102,6 +104,29 @@ def test_with_checkpointing(name: str, reentrant: bool):
     check(name, 2, checkpointing={"use_reentrant": reentrant}, generate=False, changes=changes)
 
 
+def split_parameters(group: Any, name: str) -> set[str]:
+    model = fusedtp.parallelize(model_of(name), tp_mesh(group))
+    shards = {each for each, p in model.named_parameters() if not any(at.is_replicate() for at in p.placements)}
+    return {generic(each).removeprefix("model.layers.*.") for each in shards}
+
+
+@pytest.mark.parametrize(
+    "name, whole",
+    [
+        ("gpt_oss", {"self_attn.o_proj.bias", "mlp.router.weight", "mlp.router.bias", "mlp.experts.down_proj_bias"}),
+        ("bamba", {"mamba", "self_attn"}),
+        ("diffllama", {"self_attn"}),
+    ],
+)
+def test_a_plan_of_the_head_alone_is_completed(name: str, whole: set[str]):
+    """By this library's own plan, or by what can be inferred; norms stay whole."""
+    (split, *_) = world(2).run(split_parameters, name)
+    every = {generic(each).removeprefix("model.layers.*.") for each, _ in model_of(name).named_parameters()}
+    kept = {each for each in every - split if "norm" not in each}
+    assert {each for each in kept if each not in whole and each.partition(".")[0] not in whole} == set()
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= split
+
+
 def products_are_kept() -> tuple[Any, Any]:
     """Selective checkpointing: what torch's own matmuls gave is not computed again."""
     return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
@@ -120,13 +145,13 @@ def mixtures() -> list[str]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("name", mixtures() if ALL else ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", mixtures() if ALL else ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_experts_behind_the_exchange(name: str, sequence_parallel: bool):
     check(name, 2, experts=ExpertSplit(), sequence_parallel=sequence_parallel)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral", "gpt_oss"])
 def test_fewer_kv_heads_than_ranks(name: str, kv_heads: int):
     check(name, 4, changes={"num_key_value_heads": kv_heads})
 
