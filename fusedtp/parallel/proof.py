@@ -78,13 +78,13 @@ def prove(
 
         mesh      that of parallelize
         example   arguments of forward; default: token ids, one row of them padded
-        plan      module name -> style; default: the model's own tp_plan
+        plan      module name -> style; default: the model's own, as parallelize takes it
 
     A transformers model is copied small, with random weights; any other is copied as it is, and needs an example.
     Raises NoTwin where neither can be done. The model itself is neither run nor changed.
     """
-    plan = plan_of(model) if plan is None else plan
-    return _prove(_copy_of(model, mesh, example), mesh, example, plan, sequence_parallel)
+    taken: Mapping[str, Any] = plan_of(model) if plan is None else plan
+    return _prove(_copy_of(model, mesh, example), mesh, example, taken, sequence_parallel)
 
 
 def proved_plan(

@@ -74,9 +74,9 @@ def small_fields(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
             found[field] = 1
     if fields.get("mlp_only_layers"):
         found["mlp_only_layers"] = [0]
-    state = [fields.get(name) for name in ("mamba_n_heads", "mamba_d_head", "mamba_expand", "hidden_size")]
-    if all(type(x) is int for x in state) and state[0] * state[1] == state[2] * state[3]:  # some check that it is
-        found["mamba_d_head"] = state[2] * found["hidden_size"] // found["mamba_n_heads"]
+    number, width, expand, hidden = map(fields.get, ("mamba_n_heads", "mamba_d_head", "mamba_expand", "hidden_size"))
+    if isinstance(width, int) and number and expand and number * width == expand * hidden:  # as some demand
+        found["mamba_d_head"] = expand * found["hidden_size"] // found["mamba_n_heads"]
     if fields.get("qk_rope_head_dim") and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         found["head_dim"] = found["qk_rope_head_dim"]
     if "num_kv_shared_layers" in fields:
