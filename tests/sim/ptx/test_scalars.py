@@ -203,6 +203,7 @@ WIDE: list[tuple[str, Definition]] = [
     ("mul.hi.u64 %rd4, %rd3, %rd3", lambda a, b, c: c * c >> 64),
     ("shr.u64 %rd4, %rd3, 33", lambda a, b, c: c >> 33),
     ("mov.b64 %rd4, {%r1, %r2}", lambda a, b, c: b << 32 | a),
+    ("add.u64 %rd4, %rd3, 0d3FF8000000000000", lambda a, b, c: c + 0x3FF8000000000000),  # bits, not 1.5
     ("mov.b64 {%r8, %r9}, %rd3; mov.b64 %rd4, {%r9, %r8}", lambda a, b, c: (c & 0xFFFFFFFF) << 32 | c >> 32),
 ]
 
