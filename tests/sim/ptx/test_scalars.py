@@ -503,6 +503,7 @@ def test_an_unknown_opcode_is_named_with_its_line() -> None:
         "cvt.rna.relu.tf32.f32 %r1, %r2",
         "barrier.cluster.arrive",
         "barrier.cluster.wait",
+        "cp.async.bulk.tensor.2d.tile::gather4.shared::cta.global.mbarrier [%r1], [%rd1, {%r2, %r2}], [%r3]",
     ],
 )
 def test_what_is_not_modelled_is_refused(text: str) -> None:
@@ -514,4 +515,10 @@ def test_what_is_not_modelled_is_refused(text: str) -> None:
 def test_an_instruction_behind_a_pragma_runs() -> None:
     out = torch.zeros(1, dtype=torch.int32)
     run_text('.pragma "nounroll"; mov.b32 %r1, 7; st.global.b32 [%rd0], %r1;', out)
+    assert out.item() == 7
+
+
+def test_comments_of_both_kinds_are_passed_over() -> None:
+    out = torch.zeros(1, dtype=torch.int32)
+    run_text("mov.b32 %r1, /* not // 9; */ 7; // nor 8\n st.global.b32 [%rd0], /**/ %r1; /* end */", out)
     assert out.item() == 7
