@@ -109,3 +109,15 @@ def strides(src, counter, N: tl.constexpr, B: tl.constexpr):
         steps += 3
     tl.store(at - N, tl.load(at - N))
     tl.store(counter, steps)
+
+
+@triton.autotune([triton.Config({"B": 4}), triton.Config({"B": 8})], key=["n"])
+@triton.heuristics({"EVEN": lambda args: args["n"] % args["B"] == 0})
+@triton.jit
+def tuned(src, dst, counter, n, B: tl.constexpr, EVEN: tl.constexpr):
+    at = tl.program_id(0) * B + tl.arange(0, B)
+    tl.atomic_add(counter, 1, sem="relaxed")
+    if EVEN:
+        tl.store(dst + at, tl.load(src + at))
+    else:
+        tl.store(dst + at, tl.load(src + at, mask=at < n), mask=at < n)
