@@ -166,7 +166,13 @@ def test_indices_and_counters_are_real() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "words"),
-    [(kernels.branches_on_data, "depends on"), (kernels.sorts, "tl.sort is not known")],
+    [
+        (kernels.branches_on_data, r"depends on.* at .*timed_kernels.py:\d+ in branches_on_data"),
+        (kernels.sorts, r"tl\.sort is not known"),
+        (kernels.polls_by_ptx, r"accesses memory is not known to the timed run: 'ld\.acquire\.sys.* in polls_by_ptx"),
+        (kernels.branches_on_ptx, "depends on"),
+        (kernels.takes_no_attribute, r"no attribute 'atomic_add', at .*timed_kernels.py:\d+ in takes_no_attribute"),
+    ],
 )
 def test_what_cannot_be_timed_says_so(kernel: object, words: str) -> None:
     args = dict(src=torch.zeros(8), dst=torch.zeros(8), N=8)
@@ -201,7 +207,7 @@ def test_a_stream_waits_by_any_comparison(by: str, ends: int, waits: int) -> Non
 
 def test_an_access_past_the_end_is_named() -> None:
     src = torch.zeros(8)
-    with pytest.raises(SimulationFault, match="out of bounds"):
+    with pytest.raises(SimulationFault, match=r"out of bounds: \d+ bytes past the end"):
         Engine(Run([[Launch(kernels.past_the_end, 1, dict(src=src, N=8))]]), SMALL).run()
 
 
