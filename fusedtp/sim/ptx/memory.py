@@ -75,7 +75,7 @@ class Line:
         self, tensors: Map, rng: random.Random, weak: bool, trace: bool, waived: dict[str, int] | None, by_tma: bool
     ) -> None:
         self.waived = {} if waived is None else waived
-        self.rng, self.weak, self.allocations = rng, weak, tensors.allocations
+        self.rng, self.weak, self.allocations, self.multicasts = rng, weak, tensors.allocations, tensors.multicasts
         self.nearest, self.borders = tensors.nearest, np.array(tensors.borders, np.int64)
         self.starts: list[int] = []
         size = 0
@@ -92,7 +92,6 @@ class Line:
         self.first_bytes = [each.base for each in self.allocations]
         self.ends = np.array([each.end for each in self.allocations], np.int64)
         self.shifts = np.array(self.starts, np.int64) - self.bases
-        self.multicasts = tensors.multicasts
         self.space = Space(1 + (ALIAS if self.multicasts else ASYNC if by_tma else GENERIC))
         self.words: dict[int, Word] = {}  # by place
         self.events = [Event((-1, "", 0), Site("", 0, "", 0), "", False)]  # 0 is no one's
