@@ -251,6 +251,7 @@ class Part:
     refused    why the case cannot be checked, or not on this target
     late       where a schedule stood when the time was over
     waived     how often each waived finding was met
+    left       schedules that a limit left out, at least
     """
 
     schedules: int = 0
@@ -260,6 +261,7 @@ class Part:
     refused: str = ""
     late: str = ""
     waived: dict[str, int] = field(default_factory=dict)
+    left: int = 0
 
     @property
     def ends(self) -> bool:
@@ -286,12 +288,14 @@ class Result:
             return "raised"
         if self.part.fault is not None:
             return self.part.fault.rule
+        if self.part.left:
+            return "not all"
         return "ok" if self.schedules else "out of time"
 
     @property
     def code(self) -> int:
         """What the command ends with if this is all."""
-        codes = {"ok": 0, "refused": REFUSED, "out of time": REFUSED}
+        codes = {"ok": 0, "refused": REFUSED, "out of time": REFUSED, "not all": REFUSED}
         if self.verdict == "raised" and (self.found.raised or self.part.raised):
             return CRASHED
         return codes.get(self.verdict, FAULTY)
@@ -378,7 +382,9 @@ def _part(found: Found, run: Callable[[Case], Outcome], seconds: float | None = 
     except OutOfTime as error:
         return Part(late=_users_line(error))
     raised = "" if outcome.raised is None else _users_traceback(outcome.raised)
-    return Part(outcome.schedules, outcome.switches, outcome.fault, raised, "", outcome.late, outcome.waived)
+    return Part(
+        outcome.schedules, outcome.switches, outcome.fault, raised, "", outcome.late, outcome.waived, outcome.left
+    )
 
 
 def run_trace(found: Found, schedule: Schedule) -> tuple[Moment, ...]:

@@ -72,6 +72,7 @@ class Outcome:
     raised: BaseException | None = field(default=None, repr=False)  # by the user's code, with its own traceback
     late: str = ""  # where a schedule stood that did not end in time; it does not count
     waived: dict[str, int] = field(default_factory=dict)  # how often each waived finding was met
+    left: int = 0  # of `exhaust`: schedules that its limit left out, and those that they lead to
 
     @property
     def passed(self) -> bool:
@@ -333,5 +334,5 @@ def exhaust(
             if left >= cost:
                 before = tuple(each for each, _ in seen[:step])
                 todo.extend(((*before, other), left - cost) for other in options if other != chosen)
-    outcome.seconds = time.monotonic() - begin
+    outcome.left, outcome.seconds = len(todo) * (outcome.fault is None), time.monotonic() - begin
     return outcome

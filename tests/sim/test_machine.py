@@ -249,3 +249,9 @@ def test_every_schedule_of_a_small_case():
     none, one = (exhausted({}, preemptions) for preemptions in (0, 1))
     assert none[1] is one[1] is None and 2 <= none[0] < one[0]
     assert exhausted({"wait": False}, 1)[1] is not None
+
+
+def test_every_schedule_of_a_small_case_but_for_those_beyond_a_limit():
+    case = Case("ring", lambda: exchange.ring_run(2))
+    count = exhaust(case, 1).schedules
+    assert [exhaust(case, 1, limit=limit).left > 0 for limit in (1, count - 1, count)] == [True, True, False]

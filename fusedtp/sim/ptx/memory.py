@@ -77,8 +77,7 @@ class Line:
         self.waived = {} if waived is None else waived
         self.rng, self.weak, self.allocations, self.multicasts = rng, weak, tensors.allocations, tensors.multicasts
         self.nearest, self.borders = tensors.nearest, np.array(tensors.borders, np.int64)
-        self.starts: list[int] = []
-        size = 0
+        self.starts, size = list[int](), 0
         for each in self.allocations:
             size = -(-size // LINE) * LINE + each.base % LINE
             self.starts.append(size)
