@@ -42,7 +42,7 @@ import torch
 import fusedtp.limits
 import fusedtp.sim
 from fusedtp.limits import OutOfTime, time_limit
-from fusedtp.sim.case import Case, Launch, Run
+from fusedtp.sim.case import Case, Launch, Run, Work
 from fusedtp.sim.explore import SCHEDULE_SECONDS, TARGET, Outcome, Schedule, exhaust, explore, trace
 from fusedtp.sim.faults import Fault, Moment, UnsupportedKernel, short_path
 
@@ -333,6 +333,11 @@ def _described(name: str, asked: int | None, target: str, seconds: float | None)
     def describe() -> Found:
         case = case_of(name, asked, target)
         work = case.make().work
+        for rank, of_rank in enumerate(work):
+            if not isinstance(of_rank, Sequence) or not all(isinstance(each, Work) for each in of_rank):
+                kinds = [type(each).__name__ for each in (of_rank if isinstance(of_rank, Sequence) else [of_rank])]
+                said = f"{name}: the work of rank {rank} is {', '.join(dict.fromkeys(kinds))}"
+                raise BadInput(f"{said}; it must be a list of launches, copies, signals and waits")
         kernels = dict.fromkeys(each.name for of_rank in work for each in of_rank if isinstance(each, Launch))
         return Found(case.name, asked, len(work), tuple(kernels), target)
 

@@ -321,13 +321,11 @@ def exhaust(
     outcome = Outcome(case.name)
     schedule = Schedule("replay", 0, resident, weak, target=target, waive=tuple(waive))
     todo: list[tuple[tuple[int, ...], int]] = [((), preemptions)]
-    while todo and outcome.schedules < limit:
+    while todo and outcome.schedules < limit and outcome.fault is None:
         choices, left = todo.pop()
         seen: list[Switch] = []
         outcome.fault = attempt(case, schedule, outcome, partial(Replay, choices=choices, seen=seen))
         outcome.schedules += 1
-        if outcome.fault is not None:
-            break
         for step in range(len(choices), len(seen)):
             chosen, options = seen[step]
             cost = 1 if step > 0 and seen[step - 1][0] in options else 0  # it could have gone on
