@@ -98,7 +98,12 @@ def specialised(kernel: Any, args: dict[str, Any], options: dict[str, int], gpu:
     bound, specialization, chosen = binder(**args, **options)
     packed = kernel._pack_args(backend, {"debug": False, **options}, bound, specialization, chosen)
     chosen, signature, constants, attributes = packed
-    return ASTSource(kernel, signature, constants, attributes), chosen.__dict__
+    kind: Any = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon import _runtime
+
+        kind = _runtime.GluonASTSource
+    return kind(kernel, signature, constants, attributes), chosen.__dict__
 
 
 @lru_cache
@@ -143,7 +148,7 @@ def compiled_to_ptx(source: Any, options: dict[str, Any], gpu: Any, replace: Map
     import triton
 
     file = source.fn.fn.__code__.co_filename  # whose lines an entry of the cache names
-    with _replaced(replace) as key, environment(f"{file} {key}"), _without_assembler():
+    with _replaced(replace) as key, _inlined(), environment(f"{file} {key}"), _without_assembler():
         return triton.compile(source, target=gpu, options=dict(options))
 
 
@@ -166,6 +171,21 @@ def _replaced(replace: Mapping[Any, Any]) -> Iterator[str]:
     names = [[_identity(function) for function in pair] for pair in replace.items()]
     with patch.object(CodeGenerator, "call_Function", call):
         yield hashlib.sha256(repr(sorted(names)).encode()).hexdigest() if names else ""
+
+
+@contextmanager
+def _inlined() -> Iterator[None]:
+    """While entered, functions of triton.jit(noinline=True) compile as others do: what runs the PTX knows no calls."""
+    from triton.compiler.code_generator import CodeGenerator
+
+    own: Any = CodeGenerator.call_JitFunction
+
+    def call(self: Any, fn: Any, *args: Any, **kws: Any) -> Any:
+        with patch.object(fn, "noinline", False):
+            return own(self, fn, *args, **kws)
+
+    with patch.object(CodeGenerator, "call_JitFunction", call):
+        yield
 
 
 def _identity(function: Any) -> str:

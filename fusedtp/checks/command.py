@@ -127,6 +127,8 @@ class CheckOptions:
         found += [f"--world-size {w} must be at least 1" for w in self.world_size if w < 1]
         found += [f"--target {name!r} must be one of {', '.join(TARGETS)}" for name in self.target
                   if name not in TARGETS]  # fmt: skip
+        if self.exhaust is not None and self.seconds is not None:
+            found.append("--seconds is no limit of --exhaust; --schedules is")
         found += [f"--waive {why}" for name in self.waive if (why := unwaivable(name))]
         if not self.target:
             found.append("--target names none")
@@ -303,6 +305,8 @@ def _words(result: Result, options: CheckOptions, width: int) -> str:
     found, part = result.found, result.part
     if found.refused or part.refused:
         return f"cannot be checked: {found.refused or part.refused}"
+    if part.left:
+        return f"at least {part.left} more schedules are left: stopped at the limit, which --schedules sets"
     if part.fault is None:
         return found.raised or part.raised or _late(result)
     command = _exhaust_command(found, options)
@@ -373,7 +377,7 @@ def run_case(found: Found, options: CheckOptions, workers: Pool, advance: Callab
         sum(part.schedules for part in done.values()),
         sum(part.switches for part in done.values()),
     )
-    late = next((part for part in done.values() if part.late), Part())
+    late = next((part for part in done.values() if part.late or part.left), Part())
     waived = {name: sum(part.waived.get(name, 0) for part in done.values()) for name in options.waive}
     return Result(found, ran, switches, time.monotonic() - begin, next(iter(_ending(done)), late), waived)
 

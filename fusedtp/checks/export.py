@@ -2,7 +2,8 @@
 
 {"exit_code": 1, "lint": [...], "cases": [{
     "case", "world_size", "target"      what was checked, and the target whose compiled code ran
-    "verdict"                           "ok", "refused", "out of time", "raised" (by the case), or the fault's rule
+    "verdict"                           "ok", "refused", "out of time", "not all" (by --exhaust), "raised" (by the
+                                        case), or the fault's rule
     "schedules", "switches", "seconds"  what it took
     "words"                             why it was refused, the traceback, or where the time was over; else ""
     "fault"                             null, or its name, rule, message, accesses, waits, mismatch and the schedule

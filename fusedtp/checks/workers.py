@@ -42,7 +42,7 @@ import torch
 import fusedtp.limits
 import fusedtp.sim
 from fusedtp.limits import OutOfTime, time_limit
-from fusedtp.sim.case import Case, Launch, Run
+from fusedtp.sim.case import Case, Launch, Run, Work
 from fusedtp.sim.explore import SCHEDULE_SECONDS, TARGET, Outcome, Schedule, exhaust, explore, trace
 from fusedtp.sim.faults import Fault, Moment, UnsupportedKernel, short_path
 
@@ -251,6 +251,7 @@ class Part:
     refused    why the case cannot be checked, or not on this target
     late       where a schedule stood when the time was over
     waived     how often each waived finding was met
+    left       schedules that a limit left out, at least
     """
 
     schedules: int = 0
@@ -260,6 +261,7 @@ class Part:
     refused: str = ""
     late: str = ""
     waived: dict[str, int] = field(default_factory=dict)
+    left: int = 0
 
     @property
     def ends(self) -> bool:
@@ -286,12 +288,14 @@ class Result:
             return "raised"
         if self.part.fault is not None:
             return self.part.fault.rule
+        if self.part.left:
+            return "not all"
         return "ok" if self.schedules else "out of time"
 
     @property
     def code(self) -> int:
         """What the command ends with if this is all."""
-        codes = {"ok": 0, "refused": REFUSED, "out of time": REFUSED}
+        codes = {"ok": 0, "refused": REFUSED, "out of time": REFUSED, "not all": REFUSED}
         if self.verdict == "raised" and (self.found.raised or self.part.raised):
             return CRASHED
         return codes.get(self.verdict, FAULTY)
@@ -329,6 +333,11 @@ def _described(name: str, asked: int | None, target: str, seconds: float | None)
     def describe() -> Found:
         case = case_of(name, asked, target)
         work = case.make().work
+        for rank, of_rank in enumerate(work):
+            if not isinstance(of_rank, Sequence) or not all(isinstance(each, Work) for each in of_rank):
+                kinds = [type(each).__name__ for each in (of_rank if isinstance(of_rank, Sequence) else [of_rank])]
+                said = f"{name}: the work of rank {rank} is {', '.join(dict.fromkeys(kinds))}"
+                raise BadInput(f"{said}; it must be a list of launches, copies, signals and waits")
         kernels = dict.fromkeys(each.name for of_rank in work for each in of_rank if isinstance(each, Launch))
         return Found(case.name, asked, len(work), tuple(kernels), target)
 
@@ -378,7 +387,9 @@ def _part(found: Found, run: Callable[[Case], Outcome], seconds: float | None = 
     except OutOfTime as error:
         return Part(late=_users_line(error))
     raised = "" if outcome.raised is None else _users_traceback(outcome.raised)
-    return Part(outcome.schedules, outcome.switches, outcome.fault, raised, "", outcome.late, outcome.waived)
+    return Part(
+        outcome.schedules, outcome.switches, outcome.fault, raised, "", outcome.late, outcome.waived, outcome.left
+    )
 
 
 def run_trace(found: Found, schedule: Schedule) -> tuple[Moment, ...]:

@@ -132,7 +132,7 @@ class Run:
 
 
 def memory_map(run: Run, more: Iterable[tuple[str, int, Tensor]] = ()) -> Map:
-    """All memory that a run names. Raises ValueError where a memory has not one tensor a rank, or overlaps.
+    """All memory that a run names. Raises ValueError where it has not one tensor a rank, or a copy or flag is amiss.
 
     more   memory that launches allocate for their kernels: name, rank and tensor, which nobody has written yet
     """
@@ -152,8 +152,13 @@ def memory_map(run: Run, more: Iterable[tuple[str, int, Tensor]] = ()) -> Map:
                 for name, value in work.args.items():
                     found.add_arguments(name, rank, value)
             elif isinstance(work, Copy):
+                kinds = {(each.shape, each.dtype, each.is_contiguous()) for each in (work.dst, work.src)}
+                if len(kinds) > 1 or not work.src.is_contiguous() or work.pieces < 1:
+                    raise ValueError(f"rank {rank} copies tensors not of one shape and dtype, contiguous, in pieces")
                 found.add("copied to", rank, work.dst)
                 found.add("copied from", rank, work.src)
+            elif work.flag.numel() != 1 or work.flag.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"rank {rank} has a flag that is no single element of int32 or int64")
             else:
                 found.add("flag", rank, work.flag)
     found.freeze()
@@ -182,7 +187,6 @@ def compare(name: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> list[Mi
         differ = ~((g == w) | ((g != g) & (w != w)))
         if bool(differ.any()):
             index = tuple(torch.atleast_1d(differ).nonzero()[0].tolist())
-            seen, wanted = torch.atleast_1d(g)[index], torch.atleast_1d(w)[index]
-            count, address = int(differ.sum()), seen.data_ptr()
-            found.append(Mismatch(name, rank, index, str(wanted.item()), str(seen.item()), count, address))
+            seen, wanted, count = torch.atleast_1d(g)[index], torch.atleast_1d(w)[index], int(differ.sum())
+            found.append(Mismatch(name, rank, index, str(wanted.item()), str(seen.item()), count, seen.data_ptr()))
     return found

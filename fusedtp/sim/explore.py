@@ -72,6 +72,7 @@ class Outcome:
     raised: BaseException | None = field(default=None, repr=False)  # by the user's code, with its own traceback
     late: str = ""  # where a schedule stood that did not end in time; it does not count
     waived: dict[str, int] = field(default_factory=dict)  # how often each waived finding was met
+    left: int = 0  # of `exhaust`: schedules that its limit left out, and those that they lead to
 
     @property
     def passed(self) -> bool:
@@ -320,18 +321,16 @@ def exhaust(
     outcome = Outcome(case.name)
     schedule = Schedule("replay", 0, resident, weak, target=target, waive=tuple(waive))
     todo: list[tuple[tuple[int, ...], int]] = [((), preemptions)]
-    while todo and outcome.schedules < limit:
+    while todo and outcome.schedules < limit and outcome.fault is None:
         choices, left = todo.pop()
         seen: list[Switch] = []
         outcome.fault = attempt(case, schedule, outcome, partial(Replay, choices=choices, seen=seen))
         outcome.schedules += 1
-        if outcome.fault is not None:
-            break
         for step in range(len(choices), len(seen)):
             chosen, options = seen[step]
             cost = 1 if step > 0 and seen[step - 1][0] in options else 0  # it could have gone on
             if left >= cost:
                 before = tuple(each for each, _ in seen[:step])
                 todo.extend(((*before, other), left - cost) for other in options if other != chosen)
-    outcome.seconds = time.monotonic() - begin
+    outcome.left, outcome.seconds = len(todo) * (outcome.fault is None), time.monotonic() - begin
     return outcome

@@ -157,10 +157,10 @@ def reverse(x, y, N: tl.constexpr):
     tl.store(y + tl.program_id(0), tl.load(x + N - 1 - tl.program_id(0)))
 
 
-def launches_run(second: str = "0") -> Run:
-    """Two launches, the second on the same stream or on another."""
-    x, y, z = torch.arange(4.0), torch.zeros(4), torch.zeros(4)
-    work = [Launch(reverse, 4, dict(x=x, y=y, N=4)), Launch(reverse, 4, dict(x=y, y=z, N=4), stream=second)]
+def launches_run(second: str = "0", n: int = 4) -> Run:
+    """Two launches of n programs, the second on the same stream or on another."""
+    x, y, z = torch.arange(float(n)), torch.zeros(n), torch.zeros(n)
+    work = [Launch(reverse, n, dict(x=x, y=y, N=n)), Launch(reverse, n, dict(x=y, y=z, N=n), stream=second)]
     return Run([work], (), lambda: compare("z", [z], [x]))
 
 

@@ -15,7 +15,7 @@ HEADER = """
 import torch
 import triton
 import triton.language as tl
-from fusedtp.sim import Case, Launch, Run, compare
+from fusedtp.sim import Await, Case, Copy, Launch, Run, Signal, compare
 """
 
 ADD = """
@@ -52,6 +52,33 @@ def case_false():
 
 def case_true():
     return Run(case_right().work, (), lambda: torch.equal(x, x))
+
+def case_flat():
+    return Run(case_right().work[0], (), lambda: None)
+
+def case_item():
+    return Run([["hello"]], (), lambda: None)
+
+def copies(dst, src, **how):
+    return Run([[Copy(dst, src, **how)]], (), lambda: None)
+
+def case_strided():
+    return copies(torch.zeros(4, 2), torch.zeros(4, 4)[:, :2])
+
+def case_sizes():
+    return copies(torch.zeros(16), torch.zeros(4))
+
+def case_widths():
+    return copies(torch.zeros(4, dtype=torch.float64), torch.zeros(4))
+
+def case_pieces():
+    return copies(torch.zeros(4), torch.zeros(4), pieces=0)
+
+def case_flags():
+    return Run([[Signal(torch.zeros(2, dtype=torch.int32), 1)]], (), lambda: None)
+
+def case_float():
+    return Run([[Await(torch.zeros(1), 1)]], (), lambda: None)
 
 def case_words():
     return Run(case_right().work, (), lambda: ["x differs"])
@@ -115,6 +142,14 @@ REFUSED = {
     "false": (ADD, r"check returned bool; it must return the mismatches of `compare`, or None, or raise"),
     "true": (ADD, r"check returned bool; it must return the mismatches of `compare`, or None, or raise"),
     "words": (ADD, r"check returned list; it must return the mismatches of `compare`, or None, or raise"),
+    "flat": (ADD, r"the work of rank 0 is Launch; it must be a list of launches, copies, signals and waits"),
+    "item": (ADD, r"the work of rank 0 is str; it must be a list of launches, copies, signals and waits"),
+    "strided": (ADD, r"rank 0 copies tensors not of one shape and dtype, contiguous, in pieces"),
+    "sizes": (ADD, r"rank 0 copies tensors not of one shape and dtype"),
+    "widths": (ADD, r"rank 0 copies tensors not of one shape and dtype"),
+    "pieces": (ADD, r"rank 0 copies tensors not of one shape and dtype"),
+    "flags": (ADD, r"rank 0 has a flag that is no single element of int32 or int64"),
+    "float": (ADD, r"rank 0 has a flag that is no single element of int32 or int64"),
     "absent": (ADD, r"has no 'case_absent'"),
     "not_a_case": ("case_not_a_case = 3", r"is int; it must be a Case or return a Case or a Run"),
     "returns": ("def case_returns(): return 3", r"returned int; it must return a Case or a Run"),

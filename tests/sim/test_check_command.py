@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
 from concurrent.futures import Future
 from typing import Any
@@ -89,6 +90,16 @@ def test_exhaust_goes_through_small_cases_and_is_replayed_by_itself(file, capsys
     assert f"fusedtp check {file}::case_relaxed --exhaust 1 --target sm_90" in out
 
 
+def test_exhaust_says_that_its_limit_left_schedules_out(file, capsys):
+    """Nothing was found, but not all was checked."""
+    words = (f"{file}::case_right", "--exhaust", 1, "--resident", "all", "--weak", "no", "--world-size", 2)
+    code, out, _ = check(capsys, *words, "--schedules", 3)
+    assert code == 2 and row(out, "case_right")[-1] == "not all"
+    assert re.search(r"at least \d+ more schedules are left: stopped at the limit, which --schedules sets", out)
+    code, out, _ = check(capsys, *words)
+    assert code == 0 and row(out, "case_right")[-1] == "ok"
+
+
 @pytest.mark.slow
 def test_lint_compiles_the_same_case_for_every_target(file, capsys):
     code, out, _ = check(capsys, f"{file}::case_right", "--schedules", 2, "--lint")
@@ -122,6 +133,7 @@ def test_workers_compile_though_the_caller_interprets(file, capsys, monkeypatch)
         (["--target", "sm_70"], "--target 'sm_70' must be one of sm_80, sm_90"),
         (["--timeline", "/no/such/folder/x.html"], "no such folder"),
         (["--timeline", "."], "--timeline . is a folder; name a file"),
+        (["--exhaust", "1", "--seconds", "5"], "--seconds is no limit of --exhaust; --schedules is"),
     ],
 )
 def test_wrong_options_are_said_in_one_line_before_anything_starts(words, said, capsys):

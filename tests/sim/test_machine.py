@@ -209,6 +209,12 @@ def test_launches_are_ordered_on_one_stream_only():
     assert found("launches_run", second="other").rule == "read-write race"
 
 
+def test_the_cause_of_a_race_of_two_launches_is_not_in_one_program():
+    """Both accesses are by program 0 of the same kernel."""
+    fault = found("launches_run", second="other", n=1)
+    assert fault.rule == "read-write race" and fault.cause.startswith("two launches on different streams do it")
+
+
 def test_a_lock_of_device_scope_does_not_hold_across_devices():
     assert found("lock_run", scope="sys", ranks=3) is None
     assert found("lock_run", scope="gpu", ranks=3).rule == "scope"
@@ -243,3 +249,9 @@ def test_every_schedule_of_a_small_case():
     none, one = (exhausted({}, preemptions) for preemptions in (0, 1))
     assert none[1] is one[1] is None and 2 <= none[0] < one[0]
     assert exhausted({"wait": False}, 1)[1] is not None
+
+
+def test_every_schedule_of_a_small_case_but_for_those_beyond_a_limit():
+    case = Case("ring", lambda: exchange.ring_run(2))
+    count = exhaust(case, 1).schedules
+    assert [exhaust(case, 1, limit=limit).left > 0 for limit in (1, count - 1, count)] == [True, True, False]

@@ -7,6 +7,7 @@ from math import inf
 
 import pytest
 import torch
+import triton
 
 from fusedtp.bench.timed import ENGINE, GATHER, REDUCE, SCATTER, Problem, fused_run
 from fusedtp.sim import Await, Copy, Launch, Run, Signal, SimulationFault, UnsupportedKernel, symmetric
@@ -165,7 +166,13 @@ def test_indices_and_counters_are_real() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "words"),
-    [(kernels.branches_on_data, "depends on"), (kernels.sorts, "tl.sort is not known")],
+    [
+        (kernels.branches_on_data, r"depends on.* at .*timed_kernels.py:\d+ in branches_on_data"),
+        (kernels.sorts, r"tl\.sort is not known"),
+        (kernels.polls_by_ptx, r"accesses memory is not known to the timed run: 'ld\.acquire\.sys.* in polls_by_ptx"),
+        (kernels.branches_on_ptx, "depends on"),
+        (kernels.takes_no_attribute, r"no attribute 'atomic_add', at .*timed_kernels.py:\d+ in takes_no_attribute"),
+    ],
 )
 def test_what_cannot_be_timed_says_so(kernel: object, words: str) -> None:
     args = dict(src=torch.zeros(8), dst=torch.zeros(8), N=8)
@@ -173,9 +180,34 @@ def test_what_cannot_be_timed_says_so(kernel: object, words: str) -> None:
         Engine(Run([[Launch(kernel, 1, args)]]), SMALL).run()
 
 
+@pytest.mark.parametrize(("config", "programs"), [(None, 3), (1, 2)])
+def test_autotuned_kernels_and_grids_that_are_functions(config: int | None, programs: int) -> None:
+    """The first config, or the one that the launch names."""
+    counter = torch.zeros(1, dtype=torch.int32)
+    args = dict(src=torch.zeros(11), dst=torch.zeros(11), counter=counter, n=11)
+    grid = lambda meta: (triton.cdiv(meta["n"], meta["B"]),)  # noqa: E731
+    Engine(Run([[Launch(kernels.tuned, grid, args, tuned=config)]]), SMALL).run()
+    assert counter.item() == programs
+
+
+@pytest.mark.parametrize(
+    ("by", "ends", "waits"), [(">=", 2, 3), ("==", 2, 1), ("!=", 0, 2), ("&", 6, 1), ("nor", 1, -3)]
+)
+def test_a_stream_waits_by_any_comparison(by: str, ends: int, waits: int) -> None:
+    """For a flag that becomes 2."""
+    for value in (ends, waits):
+        flag = torch.zeros(1, dtype=torch.int32)
+        run = Run([[Signal(flag, 2), Await(flag, value, by=by)]])
+        if value == ends:
+            Engine(run, SMALL).run()
+        else:
+            with pytest.raises(SimulationFault, match="deadlock"):
+                Engine(run, SMALL).run()
+
+
 def test_an_access_past_the_end_is_named() -> None:
     src = torch.zeros(8)
-    with pytest.raises(SimulationFault, match="out of bounds"):
+    with pytest.raises(SimulationFault, match=r"out of bounds: \d+ bytes past the end"):
         Engine(Run([[Launch(kernels.past_the_end, 1, dict(src=src, N=8))]]), SMALL).run()
 
 

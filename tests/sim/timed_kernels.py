@@ -109,3 +109,39 @@ def strides(src, counter, N: tl.constexpr, B: tl.constexpr):
         steps += 3
     tl.store(at - N, tl.load(at - N))
     tl.store(counter, steps)
+
+
+@triton.jit
+def polls_by_ptx(src, dst, N: tl.constexpr):
+    """A wait that the timed run cannot see: it would never end."""
+    flag = src.to(tl.pointer_type(tl.int32))
+    while (
+        tl.inline_asm_elementwise("ld.acquire.sys.b32 $0, [$1];", "=r,l", [flag], tl.int32, is_pure=False, pack=1) != 1
+    ):
+        pass
+    tl.store(dst, 1.0)
+
+
+@triton.jit
+def branches_on_ptx(src, dst, N: tl.constexpr):
+    if tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [N], tl.int32, is_pure=True, pack=1) > 0:
+        tl.store(dst, 1.0)
+
+
+@triton.jit
+def takes_no_attribute(src, dst, N: tl.constexpr):
+    at = tl.arange(0, N)
+    box = tl.make_tensor_descriptor(dst, [N], [1], [N])
+    box.atomic_add([0], tl.load(src + at))
+
+
+@triton.autotune([triton.Config({"B": 4}), triton.Config({"B": 8})], key=["n"])
+@triton.heuristics({"EVEN": lambda args: args["n"] % args["B"] == 0})
+@triton.jit
+def tuned(src, dst, counter, n, B: tl.constexpr, EVEN: tl.constexpr):
+    at = tl.program_id(0) * B + tl.arange(0, B)
+    tl.atomic_add(counter, 1, sem="relaxed")
+    if EVEN:
+        tl.store(dst + at, tl.load(src + at))
+    else:
+        tl.store(dst + at, tl.load(src + at, mask=at < n), mask=at < n)

@@ -56,7 +56,7 @@ def counted(i: Instruction) -> int:
 def _call(e: Emitter, i: Instruction, access: str, at: Operand, what: str) -> str:
     """A load or store of the memory that the opcode names: shared, local or any other."""
     memory = SHARED if is_shared(i) else LOCALLY if i.has("local") else ""
-    how = f"{order_of(i)!r}, {scope_of(i)!r}, {e.const(i.site)}"
+    how = f"{('nc' if i.has('nc') else order_of(i))!r}, {scope_of(i)!r}, {e.const(i.site)}"
     return f"S.{access}({memory!r}, {e.address(at)}, {what}, {e.mask}, {how})"
 
 

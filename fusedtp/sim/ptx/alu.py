@@ -191,11 +191,9 @@ class Emitter:
 def number(text: str, t: str) -> Any:
     """A literal as a numpy scalar of a type. PTX ISA 4.5."""
     dtype = np.dtype(TYPES[t][1])
-    if found := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
-        single = np.array(int(found[1], 16), np.uint32)
-        return single.view(np.float32)[()].astype(dtype) if dtype.kind == "f" else dtype.type(int(found[1], 16))
-    if found := re.fullmatch(r"0[dD]([0-9a-fA-F]{16})", text):
-        return np.array(int(found[1], 16), np.uint64).view(np.float64)[()].astype(dtype)
+    if found := re.fullmatch(r"0[fFdD]([0-9a-fA-F]{8}|[0-9a-fA-F]{16})", text):
+        bits = np.array(int(found[1], 16), f"u{len(found[1]) // 2}")
+        return (bits.view(f"f{bits.itemsize}") if dtype.kind == "f" else bits).astype(dtype)[()]
     if dtype.kind == "b":
         return np.bool_(int(text, 0))
     if dtype.kind == "f" and not text.lower().startswith("0x"):

@@ -16,6 +16,7 @@ from .clocks import GENERIC, Known, Source
 from .shadow import Event, Operation, Word, program_name
 
 NO_BARRIER = "no barrier stands between what these threads of one program do"
+NO_EVENT = "two launches on different streams do it, and no Signal with its fence and Await lead from one to the other"
 
 
 class Signal(NamedTuple):
@@ -37,7 +38,7 @@ def cause(
     """
     before = events[first]
     if before.where == second.where:
-        return NO_BARRIER
+        return NO_BARRIER if known.first <= by <= known.engine else NO_EVENT
     signals = [s for s in _signals(words, events, before.where, first) if s.saw.where == second.where]
     if not signals:
         unread = f"{program_name(second.where)}, has read no word that {program_name(before.where)}, wrote"

@@ -30,7 +30,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 Clock = Array  # [P, C]
-GENERIC, ASYNC, ALIAS = 0, 1, 2  # proxies
+GENERIC, ASYNC, ALIAS, READONLY = 0, 1, 2, 3  # proxies, and ld.global.nc, for which there is no fence
 WIDER = {"cta": 0, "gpu": 1, "sys": 2}
 
 
@@ -114,7 +114,7 @@ class Rows(NamedTuple):
 class Known:
     """What each thread of a program knows.
 
-    engine    the coordinate of its asynchronous copies
+    engine    the coordinate of its asynchronous copies; began: what happened before its launch
     scoped    who its threads are to others, by scope
     pending   thread -> word -> what its relaxed reads of the word carried: a fence may acquire it later
     fenced    thread -> scope -> its last fence that releases: what all threads knew, and the tick
@@ -130,6 +130,7 @@ class Known:
         self.rows = np.zeros((2, space.proxies, space.capacity), np.int32)
         if start is not None:
             self.rows[0, :, : start.shape[1]] = start
+        self.began = self.rows[0, GENERIC].copy()
         self.which, self.used = np.zeros(self.threads, np.intp), 1
         self._frozen: Rows | None = None
 

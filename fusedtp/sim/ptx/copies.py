@@ -187,7 +187,7 @@ def _bulk(e: Emitter, i: Instruction) -> list[str] | None:
         return [f"S.bulk.commit({e.mask})"]
     if i.has("wait_group"):
         return [f"S.bulk.wait(S, {_count(i.args[0])}, {e.mask}, {i.has('read')})"]
-    if not i.has("tensor") or i.has("im2col", "multicast::cluster", "prefetch"):
+    if not i.has("tensor") or i.has("im2col", "multicast::cluster", "prefetch", "tile::gather4", "tile::scatter4"):
         return None
     loads = not i.has("bulk_group")  # which tells of the end of stores, as an mbarrier does of that of loads
     tensor, shared = (i.args[1], i.args[0]) if loads else i.args[:2]

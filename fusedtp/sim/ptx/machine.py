@@ -62,12 +62,10 @@ def _programs(work: Work) -> int:
 
 
 class HostWork:
-    """A copy, a signal or a wait: piece by piece."""
+    """A copy, a signal or a wait: piece by piece. copied: bytes."""
 
     def __init__(self, work: Copy | Signal | Await, window: Window) -> None:
-        self.work, self.window, self.ended = work, window, False
-        self.site = HOST
-        self.copied = 0  # bytes
+        self.work, self.window, self.site, self.ended, self.copied = work, window, HOST, False, 0
 
     def turn(self) -> None:
         """cuStreamWriteValue releases, with its fence, and cuStreamWaitValue acquires at system scope."""

@@ -31,7 +31,7 @@ import torch
 from ..faults import Access, Fault, Moment, SimulationFault, Site, place_of
 from ..memory import LINE, Allocation, Map
 from .cause import NO_BARRIER, cause
-from .clocks import ALIAS, ASYNC, GENERIC, Carried, Clock, Known, Rows, Slot, Source, Space, carry
+from .clocks import ALIAS, ASYNC, GENERIC, READONLY, Carried, Clock, Known, Rows, Slot, Source, Space, carry
 from .shadow import Accessor, Conflict, Event, Operation, Shadow, Word, Write, program_name
 
 ATOMIC_BYTES = 8  # that hardware reads at once. NCCL's LL protocol relies on it, PTX promises a scalar
@@ -40,11 +40,12 @@ UNIT = 8  # bytes that are taken to change together for those who poll a part of
 LATEST = 8  # polls: a change of what one of them read is news
 MOST_MOMENTS = 200_000  # that a trace keeps, the last ones
 WIDEST = 32  # bytes of an access
-SCOPE = ALIAS + 1
+SCOPE = READONLY + 1
 LACKS = {  # what orders two accesses: nothing, or all but the fence of a proxy
     GENERIC: "are not ordered",
     ASYNC: "are ordered, but no proxy fence lets an asynchronous copy see the first",
     ALIAS: "are ordered, but by two addresses, a multicast one and its own, without a fence.proxy.alias between",
+    READONLY: "are ordered, but ld.global.nc reads what stood there when its kernel began",
     SCOPE: "are not ordered, and their scopes do not reach each other",
 }
 Words = np.ndarray[Any, Any]
@@ -74,10 +75,9 @@ class Line:
         self, tensors: Map, rng: random.Random, weak: bool, trace: bool, waived: dict[str, int] | None, by_tma: bool
     ) -> None:
         self.waived = {} if waived is None else waived
-        self.rng, self.weak, self.allocations = rng, weak, tensors.allocations
+        self.rng, self.weak, self.allocations, self.multicasts = rng, weak, tensors.allocations, tensors.multicasts
         self.nearest, self.borders = tensors.nearest, np.array(tensors.borders, np.int64)
-        self.starts: list[int] = []
-        size = 0
+        self.starts, size = list[int](), 0
         for each in self.allocations:
             size = -(-size // LINE) * LINE + each.base % LINE
             self.starts.append(size)
@@ -91,7 +91,6 @@ class Line:
         self.first_bytes = [each.base for each in self.allocations]
         self.ends = np.array([each.end for each in self.allocations], np.int64)
         self.shifts = np.array(self.starts, np.int64) - self.bases
-        self.multicasts = tensors.multicasts
         self.space = Space(1 + (ALIAS if self.multicasts else ASYNC if by_tma else GENERIC))
         self.words: dict[int, Word] = {}  # by place
         self.events = [Event((-1, "", 0), Site("", 0, "", 0), "", False)]  # 0 is no one's
@@ -313,14 +312,14 @@ class Window:
         self, addresses: Words, nb: int, count: int, threads: Words, order: str, scope: str, site: Site,
         issued: Rows | None = None, proxy: int = GENERIC, engine: bool = False,
     ) -> Words:  # fmt: skip
-        """[n] addresses -> [n, count] words of nb bytes. order: "weak", "relaxed" or "acquire".
+        """[n] addresses -> [n, count] words of nb bytes. order: "weak", "nc" (ld.global.nc), "relaxed" or "acquire".
 
         issued   of an asynchronous copy: what its threads knew when they issued it
         engine   the copy is not these threads' but their program's
         """
         places, within = self.places(addresses, nb * count, "load", site)
-        who = Accessor(self.known, issued or self.known.now(), threads, proxy, engine)
-        if order == "weak":
+        who = Accessor(self.known, issued or self.known.now(), threads, READONLY if order == "nc" else proxy, engine)
+        if order in ("weak", "nc"):
             self._weak(who, places, within, nb * count, Event(self.where, site, self.words[0], False))
             return self.line.newest(places, nb, count)
         self._polls(places, nb * count, site)

@@ -158,7 +158,7 @@ def _enclosed(text: str) -> str:
             located += 1
             if located > 1 and line.strip().startswith(LOC):
                 continue
-        kept.append(line.split("//")[0])
+        kept.append(re.sub(r"/\*.*?\*/", " ", line).split("//")[0])
         depth += kept[-1].count("{") - kept[-1].count("}")
         if depth == 0:
             break

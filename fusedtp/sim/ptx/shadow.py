@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..faults import Site
-from .clocks import ALIAS, ASYNC, GENERIC, Carried, Known, Rows, Source
+from .clocks import ALIAS, ASYNC, GENERIC, READONLY, Carried, Known, Rows, Source
 
 Array = np.ndarray[Any, Any]
 THREAD = (1 << 31) - 1  # of a stamp: tick << 32 | ALIASED | coordinate of the thread
@@ -57,7 +57,7 @@ class Conflict(NamedTuple):
     cells: Array  # of the one now that overlap it
     by: int  # the earlier thread's coordinate
     tick: int  # when it was
-    proxy: int = GENERIC  # ASYNC or ALIAS: only a fence of this proxy is missing
+    proxy: int = GENERIC  # ASYNC or ALIAS: only a fence of this proxy is missing. READONLY: it is too late
 
 
 class Accessor(NamedTuple):
@@ -139,7 +139,9 @@ class Shadow:
             stamps = last[cells]
             by, ticks = stamps & THREAD, stamps >> 32
             missing = {GENERIC: known.ticks(who.rows, who.threads, by, GENERIC) < ticks}
-            if who.proxy == ASYNC and not reads:
+            if who.proxy == READONLY and not reads:
+                missing[READONLY] = known.space.fitted(known.began)[by] < ticks
+            elif who.proxy == ASYNC and not reads:
                 missing[ASYNC] = known.ticks(who.rows, who.threads, by, ASYNC) < ticks
             elif known.space.proxies > ALIAS and not reads:  # between two addresses of the same memory
                 across = (stamps & ALIASED != 0) != (who.proxy == ALIAS)

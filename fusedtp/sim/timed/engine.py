@@ -8,11 +8,14 @@ copy       goes through an engine of its rank, both memories and the links betwe
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from ..case import Await, Copy, Launch, Run, Signal
 from ..faults import SimulationFault
+from ..launching import plain
 from .actor import Actor, Gpu, Stream
 from .node import Node
 from .programs import Programs
@@ -22,10 +25,21 @@ from .turns import Turns
 from .words import Words
 
 
+def is_decorated(kernel: Any) -> bool:
+    """Whether autotune or heuristics choose some of its arguments."""
+    return hasattr(kernel, "configs") or hasattr(kernel, "values")
+
+
 class Engine:
-    """One run on one node. `exact` executes every iteration of every loop, see Note [Skipped iterations]."""
+    """One run on one node. `exact` executes every iteration of every loop, see Note [Skipped iterations].
+
+    An autotuned kernel runs by its first config, or the one that its launch names.
+    """
 
     def __init__(self, run: Run, node: Node, *, exact: bool = False) -> None:
+        launches = [work for of_rank in run.work for work in of_rank if isinstance(work, Launch)]
+        if any(callable(launch.grid) or is_decorated(launch.kernel) for launch in launches):
+            run = plain(run)
         self._node = node
         self._turns = Turns(self._ended)
         self._gpus = [Gpu(self._turns, node) for _ in run.work]
@@ -135,10 +149,8 @@ class Engine:
         self._turns.later(latency, seen)
 
     def _await(self, work: Await) -> None:
-        bits = 8 * work.flag.element_size()
-        half = 1 << (bits - 1)
         me = self._turns.me
-        while (int(work.flag) - work.value + half) % (1 << bits) < half:
+        while not work.over(int(work.flag)):
             me.since, me.address, me.polled = self._turns.now, work.flag.data_ptr(), {}
             me.polled[me.address] = int(work.flag)
             self._waits.sleep(me, [me.address])

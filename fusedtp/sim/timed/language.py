@@ -185,17 +185,25 @@ class Language(Shapes):
             self._runtime.write(addresses, numpy_type, values[keep].tolist())
         return None
 
-    def inline_asm_elementwise(self, asm: str, constraints: str, args: Sequence[Any], *_: Any, **__: Any) -> Any:
+    def inline_asm_elementwise(
+        self, asm: str, constraints: str, args: Sequence[Any], dtype: Any = None, *_: Any, **__: Any
+    ) -> Any:
         """Of PTX only prefetches count, and multimem, whose last argument says which lanes take part: a word a lane.
 
-        Time stands still for a kernel that reads the clock, so no wait gives up.
+        Time stands still for a kernel that reads the clock, so no wait gives up. What is made of arguments is unknown.
+        Raises UnsupportedKernel for PTX that accesses memory otherwise: a flag that it sets or polls would stay 0.
         """
         if asm.startswith("prefetch.global.L2"):
             self._runtime.account.prefetch(LINE * args[0].size)
             return 0
         found = re.search(r"multimem\.(ld_reduce|st)\.\S*?v(\d)\.\w*?(16x2|32)\b", asm)
         if found is None:
-            return 0
+            if re.search(r"(?<![.\w%])(ld|ldu|st|atom|red|cp|multimem)\.", asm):
+                said = "inline PTX that accesses memory is not known to the timed run"
+                raise UnsupportedKernel(f"{said}: {asm.strip()!r}")
+            shape = np.broadcast_shapes(*(each.shape for each in args if isinstance(each, (Tile, Mask))))
+            made = [Tile(shape, t, known=False) for t in (dtype if isinstance(dtype, tuple) else (dtype,))]
+            return (tuple(made) if isinstance(dtype, tuple) else made[0]) if args else 0
         mask = args[-1]
         lanes = int(np.count_nonzero(mask.dense())) if isinstance(mask, Tile) else int(mask)
         nbytes, unknown = 4 * int(found[2]) * lanes, Tile(mask.shape, self._tl.int32, known=False)

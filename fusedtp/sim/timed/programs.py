@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..case import Launch
-from ..faults import Access, Fault, SimulationFault
+from ..faults import Access, Fault, SimulationFault, UnsupportedKernel
 from .account import Account
 from .actor import Actor
 from .language import Language
@@ -55,7 +55,12 @@ class Programs:
         function, arguments = self._source.function(work.kernel), self._arguments[id(work)]
 
         def body() -> None:
-            function(**arguments)
+            try:
+                function(**arguments)
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+                why = str(error) if isinstance(error, UnsupportedKernel) else f"{type(error).__name__}: {error}"
+                said = f"{work.name} cannot be timed: {why}, at {self._source.raised_at(error)}"
+                raise UnsupportedKernel(said) from error
             self._land()
 
         self._turns.begin(actor, body)
@@ -139,12 +144,13 @@ class Programs:
         found = self._words.find(first, last)
         if found is not None:
             return found.rank
-        me, at = self._turns.me, (first,)
+        outside = first if self._words.find(first, first + 1) is None else last - 1
+        me, at = self._turns.me, (outside,)
         where = self._source.site()
         access = Access(
             me.rank, me.name, me.program, where, what, "memory", at, at, self._turns.switches
         )  # fmt: skip
-        raise SimulationFault(Fault("out of bounds", self._words.nearest(first), (access,)))
+        raise SimulationFault(Fault("out of bounds", self._words.nearest(outside), (access,)))
 
     def read(self, addresses: Sequence[int], dtype: np.dtype) -> list[int]:
         return self._words.read(addresses, dtype)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from traceback import walk_stack, walk_tb
 from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -88,12 +89,16 @@ class Program:
 
     def site(self) -> Site:
         """Where the running kernel stands: its innermost line, and the kernel's own that led there."""
-        frames = []
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code in self._codes:
-                frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-            frame = frame.f_back
+        return self._site(walk_stack(sys._getframe(1)))
+
+    def raised_at(self, error: BaseException) -> Site:
+        """The same, of the kernel that an error has ended."""
+        return self._site(reversed([*walk_tb(error.__traceback__)]))
+
+    def _site(self, walked: Iterable[tuple[FrameType, int]]) -> Site:
+        """From the innermost frame and its line on."""
+        codes = self._codes
+        frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in walked if f.f_code in codes]
         return Site(*frames[0], frames[-1][1], frames[-1][0]) if frames else HOST
 
     def _converted(self, value: Any) -> Any:

@@ -77,7 +77,9 @@ def test_compare_and_swap_makes_a_lock() -> None:
         assert caught.value.fault.rule in ("read-write race", "write-write race")
 
 
-def message(release: str, acquire: str, seed: int, barrier: str = "bar.sync 0;", **options: bool) -> bool:
+def message(
+    release: str, acquire: str, seed: int, barrier: str = "bar.sync 0;", load: str = "ld.global.b32", **options: bool
+) -> bool:
     """Whether rank 1 gets all 64 words that rank 0 wrote before its flag."""
     data, flag, out = (
         torch.zeros(64, dtype=torch.int32),
@@ -89,7 +91,7 @@ def message(release: str, acquire: str, seed: int, barrier: str = "bar.sync 0;",
     receiver = f"""setp.ne.b32 %p1, %r0, 0; @%p1 bra $met;
         $spin: {acquire} setp.ne.b32 %p2, %r1, 1; @%p2 bra $spin;
         $met: bar.sync 0;
-        mad.wide.u32 %rd8, %r0, 4, %rd0; ld.global.b32 %r1, [%rd8];
+        mad.wide.u32 %rd8, %r0, 4, %rd0; {load} %r1, [%rd8];
         mad.wide.u32 %rd8, %r0, 4, %rd2; st.global.b32 [%rd8], %r1;"""
     args = dict(data=data, flag=flag, out=out)
     work = [[Launch(Text(text, 3, 64), 1, args)] for text in (sender, receiver)]
@@ -134,6 +136,30 @@ def test_messages_without_order_are_lost(broken: str) -> None:
             message(release, acquire, seed, barrier, weak=seed % 3 != 0, fine=seed % 2 == 1)
         fault = caught.value.fault
         assert fault.rule == "read-write race" and fault.accesses[0].tensor == "data of rank 0"
+
+
+def test_a_load_of_constants_does_not_see_what_a_message_brings() -> None:
+    """It goes through a cache that is not coherent: what it reads may not be written while its kernel runs."""
+    release, acquire = RELEASES["st.release"], ACQUIRES["ld.acquire"]
+    for seed in range(4):
+        with pytest.raises(SimulationFault, match=r"are ordered, but ld\.global\.nc reads") as caught:
+            message(release, acquire, seed, load="ld.global.nc.L1::no_allocate.b32", weak=seed % 2 == 1)
+        assert caught.value.fault.rule == "read-write race"
+
+
+@pytest.mark.parametrize("launches", [1, 2])
+def test_a_load_of_constants_sees_what_the_launch_before_has_written(launches: int) -> None:
+    """In the same launch it may not, even of the thread's own."""
+    store, load = "st.global.b32 [%rd0], 7;", "ld.global.nc.b32 %r1, [%rd0]; st.global.b32 [%rd1], %r1;"
+    x, y = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    texts = [store, load] if launches == 2 else [store + load]
+    work = [Launch(Text(text, 2, 1), 1, dict(x=x, y=y)) for text in texts]
+    if launches == 1:
+        with pytest.raises(SimulationFault, match=r"are ordered, but ld\.global\.nc reads"):
+            run_all([work])
+    else:
+        run_all([work])
+        assert y.item() == 7
 
 
 def test_a_program_sees_its_own_stores_at_once() -> None:

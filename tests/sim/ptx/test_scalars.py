@@ -203,6 +203,7 @@ WIDE: list[tuple[str, Definition]] = [
     ("mul.hi.u64 %rd4, %rd3, %rd3", lambda a, b, c: c * c >> 64),
     ("shr.u64 %rd4, %rd3, 33", lambda a, b, c: c >> 33),
     ("mov.b64 %rd4, {%r1, %r2}", lambda a, b, c: b << 32 | a),
+    ("add.u64 %rd4, %rd3, 0d3FF8000000000000", lambda a, b, c: c + 0x3FF8000000000000),  # bits, not 1.5
     ("mov.b64 {%r8, %r9}, %rd3; mov.b64 %rd4, {%r9, %r8}", lambda a, b, c: (c & 0xFFFFFFFF) << 32 | c >> 32),
 ]
 
@@ -502,6 +503,7 @@ def test_an_unknown_opcode_is_named_with_its_line() -> None:
         "cvt.rna.relu.tf32.f32 %r1, %r2",
         "barrier.cluster.arrive",
         "barrier.cluster.wait",
+        "cp.async.bulk.tensor.2d.tile::gather4.shared::cta.global.mbarrier [%r1], [%rd1, {%r2, %r2}], [%r3]",
     ],
 )
 def test_what_is_not_modelled_is_refused(text: str) -> None:
@@ -513,4 +515,10 @@ def test_what_is_not_modelled_is_refused(text: str) -> None:
 def test_an_instruction_behind_a_pragma_runs() -> None:
     out = torch.zeros(1, dtype=torch.int32)
     run_text('.pragma "nounroll"; mov.b32 %r1, 7; st.global.b32 [%rd0], %r1;', out)
+    assert out.item() == 7
+
+
+def test_comments_of_both_kinds_are_passed_over() -> None:
+    out = torch.zeros(1, dtype=torch.int32)
+    run_text("mov.b32 %r1, /* not // 9; */ 7; // nor 8\n st.global.b32 [%rd0], /**/ %r1; /* end */", out)
     assert out.item() == 7

@@ -34,6 +34,7 @@ from fusedtp.sim import (
 from fusedtp.sim.explore import schedules
 from fusedtp.sim.report import report
 from fusedtp.sim.testing import assert_no_finding
+from tests.sim.ptx import gluon_cases
 from tests.sim.ptx import user_cases as cases
 
 BOTH = ("sm_80", "sm_90")
@@ -63,6 +64,8 @@ RIGHT: dict[str, tuple[Callable[[], Run], int]] = {
     "volatile polls": (lambda: cases.message(cases.by_volatile_polls), 12),
     "bounded polls": (lambda: cases.message(cases.by_bounded_polls), 12),
     "inline PTX": (lambda: cases.message(cases.by_inline_ptx), 12),
+    "noinline": (lambda: cases.message(cases.by_noinline), 12),
+    "Gluon": (lambda: cases.message(gluon_cases.by_gluon), 12),
     "putmem_signal": (lambda: cases.shmem(cases.puts), 6),
     "getmem": (lambda: cases.shmem(cases.gets), 6),
 }
@@ -175,6 +178,12 @@ def test_a_wrong_value_of_every_schedule_is_told_without_an_interleaving() -> No
 def test_a_missing_acquire_is_found() -> None:
     fault = fault_of(lambda: cases.message(cases.without_acquire), count=30)
     assert fault.rule in ("wrong value", "never written", "read-write race")
+
+
+@pytest.mark.parametrize("kernel", [cases.by_noinline, gluon_cases.by_gluon])
+def test_a_missing_release_is_found(kernel: Any) -> None:
+    fault = fault_of(lambda: cases.message(kernel, {"SEM": "relaxed"}), count=12)
+    assert fault.rule == "read-write race" and "does not release what came before it" in fault.cause
 
 
 def test_a_wait_on_plain_loads_is_none() -> None:

@@ -479,7 +479,29 @@ def by_plain_polls(boxes, flags, src, dst, rank, N: tl.constexpr):
     receive(boxes, flags, dst, rank, N)
 
 
-def message(kernel, **options) -> Run:
+@triton.jit(noinline=True)
+def sends(flag, SEM: tl.constexpr):
+    meet()
+    tl.atomic_xchg(flag, 1, sem=SEM, scope="sys")
+
+
+@triton.jit(noinline=True)
+def waits(flag):
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != 1:
+        pass
+
+
+@triton.jit
+def by_noinline(boxes, flags, src, dst, rank, N: tl.constexpr, SEM: tl.constexpr = "release"):
+    at, to = tl.arange(0, N), 1 - rank
+    tl.store(tl.load(boxes + to).to(tl.pointer_type(tl.float32)) + at, tl.load(src + at))
+    sends(tl.load(flags + to).to(tl.pointer_type(tl.int32)), SEM)
+    waits(tl.load(flags + rank).to(tl.pointer_type(tl.int32)))
+    meet()
+    receive(boxes, flags, dst, rank, N)
+
+
+def message(kernel, more=(), **options) -> Run:
     box = symmetric("box", 2, (N,))
     flag = symmetric("flag", 2, (2,), torch.int32, poisoned=False)
     src, dst = [torch.arange(N) + 100.0 * r for r in range(2)], [torch.full((N,), -1.0) for _ in range(2)]
@@ -488,7 +510,7 @@ def message(kernel, **options) -> Run:
             Launch(
                 kernel,
                 1,
-                dict(boxes=box.pointers, flags=flag.pointers, src=src[r], dst=dst[r], rank=r, N=N),
+                dict(boxes=box.pointers, flags=flag.pointers, src=src[r], dst=dst[r], rank=r, N=N, **dict(more)),
                 **options,
             )
         ]
