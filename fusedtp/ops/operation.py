@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.distributed.tensor import DTensor
 from torch.library import Library, register_fake
 from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
@@ -403,7 +403,12 @@ def _keep_order(name: str) -> None:
 
 
 def needs_grad(*tensors: Tensor | None) -> int:
-    """Bit i: tensor i needs a gradient. Zero under no_grad."""
+    """Bit i: tensor i needs a gradient. Zero under no_grad.
+
+    Raises NotImplementedError for a tensor with a tangent, which engines would drop.
+    """
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+        _refuse_tangents(tensors)
     if not torch.is_grad_enabled():
         return 0
     mask = 0
@@ -411,6 +416,14 @@ def needs_grad(*tensors: Tensor | None) -> int:
         if t is not None and t.requires_grad:
             mask |= 1 << i
     return mask
+
+
+def _refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            "fusedtp's operations have no forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp); "
+            "differentiate backward"
+        )
 
 
 def as_autocast(kind: str, *tensors: Tensor | None) -> tuple[Any, ...]:
