@@ -25,7 +25,7 @@ from fusedtp.comm import Group, Place, place, propagate_errors, registered
 
 from .main_grad import MainGrad, main_grads_of
 from .measured import GENERATION
-from .operation import MAX_PLANS, Operation, Plan, Spec, as_autocast, check_linear, needs_grad, parts
+from .operation import MAX_PLANS, Operation, Plan, Spec, as_autocast, check_linear, check_lying, needs_grad, parts
 from .pointwise import ACTIVATIONS
 from .rows import Rows
 
@@ -124,7 +124,11 @@ def linear_call(
         main_grads = main_grads_of(weights)  # before a cast loses them
         rows = rows_of(x, at, sizes, dim)
         x, *given = as_autocast(at.device_type, x, *weights, *biases)
-        own, _ = parts(given)
+        own, lying = parts(given)
+        if lying and not traced:
+            assert op.example is not None
+            check_lying(at, given[:n], 0 if op.example.layer == "column" else 1)
+            check_lying(at, given[n:], 0)
         check_linear(at, x, own[:n], own[n:])
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad(x, *given), layer)
         call = LinearCall(spec, None, main_grads, spec._replace(needs_grad=0))
