@@ -284,14 +284,30 @@ def computed(module: Any, placed: Iterable[str] = ("weight", "bias")) -> list[st
 
 
 def install(module: Any, parallel: Any, forward: Any) -> None:
-    """Set module.parallel. A module that does not know the attribute calls it through a forward of ours.
-
-    The forward is a bound method, no closure: copies of the module have their own.
-    """
+    """Set module.parallel. A module that does not know the attribute calls it through a forward of ours."""
     calls_it_itself = hasattr(module, "parallel")
     module.parallel = parallel
     if not calls_it_itself:
-        module.forward = MethodType(forward, module)
+        set_forward(module, forward)
+
+
+class NotPickled:
+    """Beside a forward of ours, which pickle writes as the name of a method, and the class of its module has none."""
+
+    def __deepcopy__(self, memo: Any) -> NotPickled:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a split module is one rank's part, and pickle cannot restore it; save its state_dict(), with "
+            "torch.distributed.checkpoint, or a model of transformers by save_pretrained"
+        )
+
+
+def set_forward(module: Any, forward: Any) -> None:
+    """A forward of ours: a bound method, no closure, so that copies of the module have their own."""
+    module.forward = MethodType(forward, module)
+    module._fusedtp_not_pickled = NotPickled()
 
 
 def linear(self: Any, x: Tensor, layout: Any = None) -> Tensor:

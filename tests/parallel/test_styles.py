@@ -1,6 +1,7 @@
 """The styles in torch's own parallelize_module, on a block of plain torch modules."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
+import fusedtp
 from fusedtp.ops.rows import split
 from fusedtp.parallel import FusedColwise, FusedEmbedding, FusedRowwise, Replicated
 from tests.harness import world
@@ -160,6 +162,22 @@ def compare_embedding(group, dim: int, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("dim, sequence_parallel", [(0, True), (1, True), (0, False)])
 def test_an_embedding_with_padding(dim: int, sequence_parallel: bool):
     world(3).run(compare_embedding, dim, sequence_parallel)
+
+
+def save_whole(group) -> None:
+    _, by_styles = block_of(group)
+    torch.manual_seed(0)
+    by_plan = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    fusedtp.parallelize(by_plan, tp_mesh(group), plan={"0": "colwise", "2": "rowwise"})
+    for model in (by_styles, by_plan):
+        for whole in (model, copy.deepcopy(model)):
+            with pytest.raises(TypeError, match=r"a split module is one rank's part, .* save its state_dict\(\)"):
+                torch.save(whole, io.BytesIO())
+        torch.save(model.state_dict(), io.BytesIO())
+
+
+def test_a_split_module_is_not_saved_whole_in_a_form_that_nothing_reads():
+    world(2).run(save_whole)
 
 
 def share_one_gather(group) -> None:
