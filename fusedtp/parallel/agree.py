@@ -142,6 +142,13 @@ def _refuse_inputs(differing: list[str]) -> None:
         )
 
 
+def check_same_ids(ids: Tensor, group: str) -> None:
+    """Of an embedding whose ids are of all tokens: ranks have the same. Collective, not counted as a call."""
+    comm = communicator(group)
+    if comm.world_size > 1 and not ids.is_meta:
+        _refuse_inputs(_not_alike(comm.world.exchange({"ids of an embedding": _digest(ids)})))
+
+
 def watch_draws(model: Any, args: Any) -> None:
     """A hook before forwards in training, until one is right: where generators differ, see what is drawn. Collective.
 

@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fusedtp.comm import Communicator, communicator
 from fusedtp.ops.engines import ENGINES
 
-from .agree import check_gradients
+from .agree import check_gradients, check_same_ids
 from .expert_parallel import ExpertParallel, ExpertSplit, Shares, copies_of, stages_of
 from .layers import (
     ColumnParallel,
@@ -250,6 +252,16 @@ class Replicated(Style):
         super().__init__()
         self.partial = partial
 
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        if (
+            self.partial
+            and world_size > 1
+            and isinstance(module, _BatchNorm)
+            and not isinstance(module, nn.SyncBatchNorm)
+        ):
+            return ["it normalizes over tokens, of which a rank sees its own only; use SyncBatchNorm, or partial=False"]
+        return []
+
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         install(module, Replica(comm.name, self.partial), with_plain_parameters)
 
@@ -270,6 +282,8 @@ def linear_faults(module: Any) -> list[str]:
         return [f"{type(module).__name__} is no linear layer with a weight [out_features, in_features]"]
     if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
         return [f"{type(module).__name__} has a forward of its own, which splitting would replace"]
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return ["nn.MultiheadAttention reads its weight and never calls it; leave it out"]
     return computed(module)
 
 
@@ -332,6 +346,9 @@ def linear(self: Any, x: Tensor, layout: Any = None) -> Tensor:
 
 def embedding(self: Any, input: Tensor, layout: Any = None) -> Tensor:
     """The forward of a split nn.Embedding."""
+    if not torch.compiler.is_compiling() and not hasattr(self, "_fusedtp_checked"):
+        check_same_ids(input, self.parallel.group)
+        self._fusedtp_checked = True
     return self.parallel.embed(input, self, layout)
 
 
