@@ -26,7 +26,7 @@ from .draws import Draws
 from .errors import PeerFailed, SignalTimeout
 from .process_world import ProcessWorld
 from .signature import MAX_SIZES, Signature, compare
-from .virtual_world import ThreadWorld, VirtualGroup
+from .virtual_world import BEFORE_RUNS, GROUPS, ThreadWorld, VirtualGroup
 from .workspace import COMPARED_CALLS, Workspace
 
 Group = dist.ProcessGroup | DeviceMesh | VirtualGroup | str
@@ -206,6 +206,8 @@ def communicator(group: Group) -> Communicator:
     found = _known(group)
     if found is not None:
         return found
+    if isinstance(group, str) and group in GROUPS:
+        group = GROUPS[group]
     if isinstance(group, str):
         try:
             group = resolve(group)  # type: ignore[arg-type]
@@ -258,6 +260,19 @@ def _forget(name: str, made: int) -> None:
             gone = _registry.pop(name)
             gone.plans.clear()  # which name the communicator
             gone.kinds.clear()
+
+
+def forget_broken(groups: Sequence[VirtualGroup]) -> None:
+    """All ends of a group, between runs of their ranks: begin anew if an error has left it unusable."""
+    made = [found for group in groups if (found := _registry.get(group.group_name)) is not None]
+    workspaces = [comm._workspace for comm in made if comm._workspace is not None]
+    in_step = len(made) in (0, len(groups)) and len({workspace.number for workspace in workspaces}) <= 1
+    if not in_step or any(workspace.failed is not None for workspace in workspaces):
+        for comm in made:
+            _forget(comm.name, id(comm))
+
+
+BEFORE_RUNS.append(forget_broken)
 
 
 @constant_to_compiler

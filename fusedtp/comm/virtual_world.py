@@ -14,8 +14,8 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,11 @@ from .errors import PeerDied, PeerFailed, SignalTimeout
 from .memory import Region, allocate_plain
 
 _ids = itertools.count()
+GROUPS: weakref.WeakValueDictionary[str, VirtualGroup] = weakref.WeakValueDictionary()  # by name
+BEFORE_RUNS: list[Callable[[list[VirtualGroup]], None]] = []  # called with all ends of each group; communicator.py's
+
+
+MEETING_SECONDS = 60.0
 
 
 class Ranks:
@@ -33,7 +38,7 @@ class Ranks:
     on_device   how many there are in all, which must run side by side
     """
 
-    def __init__(self, world_size: int, device: torch.device, timeout_s: float, on_device: int) -> None:
+    def __init__(self, world_size: int, device: torch.device, timeout_s: float | None, on_device: int) -> None:
         self.world_size, self.device, self.timeout_s = world_size, device, timeout_s
         self.on_device = on_device
         self.id = next(_ids)
@@ -41,6 +46,7 @@ class Ranks:
         self.board: list[Any] = [None] * world_size
         self.arrivals = [0] * world_size  # at the barrier, by rank
         self.raised: list[int] = []  # in time's order
+        self.left: set[int] = set()  # whose function has returned
         self.groups = [VirtualGroup(self, rank) for rank in range(world_size)]
         self._parts: dict[tuple[int, ...], Ranks] = {}
         self._lock = threading.Lock()
@@ -52,6 +58,8 @@ class Ranks:
                 made = Ranks(len(ranks), self.device, self.timeout_s, self.on_device)
                 for rank in [rank for rank in self.raised if rank in ranks]:
                     made.give_up(ranks.index(rank))
+                for rank in self.left.intersection(ranks):
+                    made.leave(ranks.index(rank))
                 self._parts[ranks] = made
             return self._parts[ranks]
 
@@ -59,6 +67,7 @@ class Ranks:
         """No rank has raised, and none has arrived."""
         self.barrier.reset()
         self.raised.clear()
+        self.left.clear()
         self.arrivals = [0] * self.world_size
         for part in self._parts.values():
             part.ready()
@@ -68,17 +77,42 @@ class Ranks:
         with self._lock:
             self.raised.append(rank)
             self.barrier.abort()
-            parts = [(ranks.index(rank), part) for ranks, part in self._parts.items() if rank in ranks]
+            parts = self._parts_of(rank)
         for at, part in parts:
             part.give_up(at)
 
+    def leave(self, rank: int) -> None:
+        """It returned: it signals nobody any more. (Those that meet may still be on their way out of the barrier.)"""
+        with self._lock:
+            self.left.add(rank)
+            parts = self._parts_of(rank)
+        for at, part in parts:
+            part.leave(at)
+
+    def _parts_of(self, rank: int) -> list[tuple[int, Ranks]]:
+        return [(ranks.index(rank), part) for ranks, part in self._parts.items() if rank in ranks]
+
+    def every_group(self) -> Iterator[list[VirtualGroup]]:
+        """All ends of each group: of these ranks, and of each part."""
+        yield self.groups
+        for part in self._parts.values():
+            yield from part.every_group()
+
 
 class VirtualWorld(Ranks):
-    """W ranks on one device."""
+    """W ranks on one device.
 
-    def __init__(self, world_size: int, device: str | torch.device = "cpu", timeout_s: float = 60.0) -> None:
+    timeout_s   bounds every wait for another rank, as `set_timeout` does for one group. None: 60 s where ranks meet on
+                the host, 600 s in an operation
+
+    Raises ValueError for no ranks and for a timeout that is not positive.
+    """
+
+    def __init__(self, world_size: int, device: str | torch.device = "cpu", timeout_s: float | None = None) -> None:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; it must be at least 1")
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s}; it must be positive")
         device = torch.device(device)
         if device.type == "cuda":
             prepare_cuda(world_size)
@@ -86,12 +120,30 @@ class VirtualWorld(Ranks):
             device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(world_size, device, timeout_s, world_size)
         self._streams = [torch.cuda.Stream(device) for _ in self.groups] if device.type == "cuda" else []
+        self._running = threading.Lock()
 
     def run(self, fn: Callable[[VirtualGroup], Any]) -> list[Any]:
-        """fn's results in rank order. The first rank that raised raises here, after all threads have ended."""
+        """fn's results in rank order. The first rank that raised raises here, after all threads have ended.
+
+        fn runs with the caller's autocast and grad mode. Backward belongs in it: elsewhere no rank has peers.
+        A run that failed may leave calls half done; the next one starts with new memory then.
+        Raises RuntimeError while this world is running.
+        """
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError("this VirtualWorld is running already; its ranks are in one run at a time")
+        try:
+            return self._run(fn)
+        finally:
+            self._running.release()
+
+    def _run(self, fn: Callable[[VirtualGroup], Any]) -> list[Any]:
         results: list[Any] = [None] * self.world_size
         errors: list[BaseException | None] = [None] * self.world_size
+        for groups in self.every_group():
+            for prepare in BEFORE_RUNS:
+                prepare(groups)
         self.ready()
+        modes = _modes(self.device.type)
         if self._streams:
             torch.cuda.synchronize(self.device)
         importlib.import_module("torch._dynamo")  # else a custom operation's first call does, in all threads
@@ -101,10 +153,11 @@ class VirtualWorld(Ranks):
             if self._streams:
                 torch.cuda.set_device(self.device)  # else this thread has no context until it launches
             try:
-                with stream, torch.autograd.set_multithreading_enabled(False):
+                with stream, torch.autograd.set_multithreading_enabled(False), modes():
                     results[rank] = fn(self.groups[rank])
                     if self._streams:
                         self._streams[rank].synchronize()
+                self.leave(rank)
             except BaseException as error:
                 errors[rank] = error
                 self.give_up(rank)
@@ -121,6 +174,21 @@ class VirtualWorld(Ranks):
                 raised[0],
             )
         return results
+
+
+def _modes(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes contexts with this thread's autocast and grad mode, for others: a thread starts with none."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+    def made() -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(torch.autocast(device_type, autocast[1], enabled=autocast[0]))
+        return stack
+
+    return made
 
 
 def prepare_cuda(world_size: int) -> None:
@@ -148,6 +216,7 @@ class VirtualGroup:
     def __init__(self, world: Ranks, rank: int) -> None:
         self._world, self._rank = world, rank
         self.group_name = f"virtual/{world.id}/{rank}"
+        GROUPS[self.group_name] = self
 
     def rank(self) -> int:
         return self._rank
@@ -173,7 +242,10 @@ class VirtualGroup:
 
 
 class ThreadWorld:
-    """The same methods as ProcessWorld, between threads."""
+    """The same methods as ProcessWorld, between threads.
+
+    operation_timeout_s   of waits in operations; None: their default
+    """
 
     shares_process = True
 
@@ -183,7 +255,8 @@ class ThreadWorld:
         self.rank, self.world_size, self.name = group.rank(), group.size(), group.group_name
         self.device = group.device
         self.ranks_per_device = group._world.on_device
-        self.timeout_s = group._world.timeout_s
+        self.timeout_s = group._world.timeout_s or MEETING_SECONDS
+        self.operation_timeout_s = group._world.timeout_s
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value. Raises SignalTimeout naming who did not come, PeerFailed naming who raised."""
@@ -222,7 +295,7 @@ class ThreadWorld:
         return None
 
     def has_died(self, p: int) -> bool:
-        return p in self._virtual.raised
+        return p in self._virtual.raised or p in self._virtual.left
 
     def allocate(self, nbytes: int) -> Region:
         return allocate_plain(nbytes, self.device, self.exchange)

@@ -127,7 +127,7 @@ class Workspace:
         self.lock = threading.RLock()
         self.number = 0  # calls begun
         self.failed: Exception | None = None
-        self.timeout_s = DEFAULT_TIMEOUT_S
+        self.timeout_s = getattr(world, "operation_timeout_s", None) or DEFAULT_TIMEOUT_S
         self.wait_seconds = 0.0  # host time spent asleep in waits for peers
         self.asleep_since: float | None = None  # monotonic time at which the wait for a peer began that goes on now
         self.operation = ""  # of the last call
@@ -706,6 +706,8 @@ class Call:
             return None
         self.blamed = p if died else gave_up_on
         what = "ended" if died else f"gave up, blaming rank {gave_up_on},"
+        if died and self.ws.world.shares_process:
+            what = "ended (it raised or has left VirtualWorld.run, and backward belongs inside of that)"
         kind = PeerDied if self.ws.world.has_died(self.blamed) else SignalTimeout
         return kind(f"rank {p} {what} while rank {self.ws.rank} waited for it in call {self.number}")
 

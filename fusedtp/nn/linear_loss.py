@@ -44,6 +44,7 @@ from fusedtp.ops.operation import OPERATIONS, Spec
 from fusedtp.ops.rows import Rows
 
 from .loss import (
+    check_kinds,
     check_labels,
     combine_stats,
     gathered_stats,
@@ -93,7 +94,7 @@ def linear_cross_entropy(
     max_logits_bytes   of one piece; the same on all ranks; None: 64 MiB, 256 MiB on a GPU. At least one row is taken
     return       scalar, fp32 (fp64 for fp64 x), the same on all ranks. Double backward raises.
     memory       a piece, dx, dweight and, where it is sharded, all of x: in bytes in Note [Memory of the loss]
-    Raises ValueError for shapes that do not fit, IndexError (on CPU) for a label outside the vocabulary.
+    Raises ValueError for shapes or dtypes that do not fit, IndexError (on CPU) for a label outside the vocabulary.
     Source: the loss of Shoeybi et al. 2019, section 3, by pieces with the gradients
     made in the forward as in Hsu et al. 2024, "Liger Kernel" (fused linear cross-entropy).
     """
@@ -127,12 +128,15 @@ def _check(
 ) -> None:
     if sizes is not None and comm is None:
         raise ValueError("sizes say whose rows x holds a part of: they need a group")
-    total = x.shape[0] if sizes is None else sum(sizes)
+    total = (x.shape[0] if x.dim() else 0) if sizes is None else sum(sizes)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or labels.shape != (total,):
         raise ValueError(
             f"wanted x [T, K], weight [V, K] and labels [{total}], got {tuple(x.shape)}, {tuple(weight.shape)}, "
             f"{tuple(labels.shape)}"
         )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"the bias has shape {tuple(bias.shape)}, the weight {tuple(weight.shape)} wants [V]")
+    check_kinds(x, labels)
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         kinds = ", ".join(str(t.dtype) for t in (x, weight, bias) if t is not None)
         raise ValueError(f"x, weight and bias must have one dtype, not {kinds}")

@@ -26,6 +26,8 @@ from torch import Tensor
 from fusedtp.ops import cross_entropy
 from fusedtp.ops.first_order import first_order
 
+from .balance import propagating_errors
+
 # Elements of a chunk: what stays in a core's cache; on a GPU, enough to fill it.
 CPU_CHUNK, GPU_CHUNK = 1 << 17, 1 << 26
 
@@ -49,18 +51,20 @@ def vocab_parallel_cross_entropy(
                  batch without labels has loss 0)
     return       scalar, fp32 (fp64 for fp64 logits), the same on all ranks
     forward: one all-gather of [T, 2]; backward: local.
-    Raises ValueError for shapes that do not fit, IndexError (on CPU) for a label outside the vocabulary.
-    Source: Shoeybi et al. 2019, section 3.
+    Raises ValueError for shapes or dtypes that do not fit, IndexError (on CPU) for a label outside the vocabulary; the
+    peers of a rank that raises know (CPU). Source: Shoeybi et al. 2019, section 3.
     """
-    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
-        raise ValueError(f"wanted logits [T, V] and labels [T], got {tuple(logits.shape)}, {tuple(labels.shape)}")
-    labels = labels.to(device=logits.device, dtype=torch.int64)
-    if num_labels is None:
-        num_labels = (labels != ignore_index).sum().clamp(min=1)
-    if group is None and torch.compiler.is_compiling():
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="sum") / num_labels
-    return vocab_parallel_losses(logits, labels, group, ignore_index, vocab_size=vocab_size).sum() / num_labels
+    with propagating_errors(group):
+        if logits.dim() != 2 or labels.shape != logits.shape[:1]:
+            raise ValueError(f"wanted logits [T, V] and labels [T], got {tuple(logits.shape)}, {tuple(labels.shape)}")
+        check_kinds(logits, labels)
+        labels = labels.to(device=logits.device, dtype=torch.int64)
+        if num_labels is None:
+            num_labels = (labels != ignore_index).sum().clamp(min=1)
+        if group is None and torch.compiler.is_compiling():
+            wide = logits if logits.dtype == torch.float64 else logits.float()
+            return F.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="sum") / num_labels
+        return vocab_parallel_losses(logits, labels, group, ignore_index, vocab_size=vocab_size).sum() / num_labels
 
 
 def vocab_parallel_losses(
@@ -102,6 +106,12 @@ def gathered_stats(comm: Any, x: Tensor) -> Tensor:
 
     sizes = (x.shape[0],) * comm.world_size
     return OPERATIONS["all_gather_rows"](Spec(comm.name, comm.rank, sizes), x)
+
+
+def check_kinds(x: Tensor, labels: Tensor) -> None:
+    """Raises ValueError for logits, or what they are made of, that are no floats, and labels that are no integers."""
+    if not x.is_floating_point() or labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"wanted logits of floats and labels of integers, got {x.dtype}, {labels.dtype}")
 
 
 def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:

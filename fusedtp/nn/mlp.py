@@ -22,8 +22,9 @@ class GatedMLP(nn.Module):
     """y = down(act(gate(x)) * up(x)).
 
     x        [T_r, H]
+    act      "silu", "gelu" or "gelu_pytorch_tanh", as transformers calls them
     return   [T_r, H]
-    Source: Shazeer 2020.
+    Raises ValueError for another activation. Source: Shazeer 2020.
     """
 
     tp_plan = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
@@ -40,6 +41,8 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if act not in pointwise.ACTIVATIONS:
+            raise ValueError(f"act of a gated MLP is {act!r}; it must be one of {', '.join(pointwise.ACTIVATIONS)}")
         self.hidden_act = act
         self.gate_proj = Linear(dim, hidden, bias, device=device, dtype=dtype)
         self.up_proj = Linear(dim, hidden, bias, device=device, dtype=dtype)

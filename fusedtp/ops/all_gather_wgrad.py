@@ -54,12 +54,16 @@ def all_gather_wgrad(
     at = place(group)
     with propagate_errors(at):
         rows = rows_of_shard(x, at, sizes, dim)
-        flat = [dy.detach().flatten(0, -2) for dy in dys]
-        for dy in flat:
-            if dy.shape[0] != rows.total or dy.dtype != x.dtype:
+        if not x.dtype.is_floating_point:
+            raise ValueError(f"rank {at.rank}: x is {x.dtype}; the operations take floating-point tensors")
+        dys, lead = list(dys), (rows.total,) if dim == 0 else (rows.batch, rows.length)
+        for dy in dys:
+            if tuple(dy.shape[:-1]) != lead or dy.dtype != x.dtype or dy.device != x.device:
                 raise ValueError(
-                    f"rank {at.rank}: dy has {dy.shape[0]} rows of {dy.dtype}, x {rows.total} in all of {x.dtype}"
+                    f"rank {at.rank}: dy has shape {tuple(dy.shape)} of {dy.dtype} on {dy.device}; with this x wanted "
+                    f"[{', '.join(map(str, lead))}, N] of {x.dtype} on {x.device}"
                 )
+        flat = [dy.detach().flatten(0, -2) for dy in dys]
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine)
         return tuple(op(spec, x.detach().flatten(0, -2), flat, x.dtype))
 

@@ -5,8 +5,9 @@ An eager call of a linear layer spends more on its checks and the choice of its 
 follows from shapes, dtypes and devices, from which operands need gradients, from the arguments beside them, and from
 the tables of this machine (GENERATION). All of these are a kind of calls, and so are strides and alignments, by which a
 launch is prepared. Each communicator keeps what was found by kind, and a call of a kind seen before is not checked
-again. Nothing is kept under autocast, which casts operands, while torch.compile traces, of a weight with a main_grad,
-which is looked at in every call, and of an x that is a DTensor, which no operation takes.
+again. Nothing is kept under autocast, which casts operands, while torch.compile traces, where tensors may have
+tangents, of a weight with a main_grad, which is looked at in every call, and of an x that is a DTensor, which no
+operation takes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
 
@@ -23,7 +25,7 @@ from fusedtp.comm import Group, Place, place, propagate_errors, registered
 
 from .main_grad import MainGrad, main_grads_of
 from .measured import GENERATION
-from .operation import MAX_PLANS, Operation, Plan, Spec, as_autocast, check_linear, needs_grad, parts
+from .operation import MAX_PLANS, Operation, Plan, Spec, as_autocast, check_linear, check_lying, needs_grad, parts
 from .pointwise import ACTIVATIONS
 from .rows import Rows
 
@@ -79,7 +81,8 @@ def linear_call(
     """
     at = place(group)
     traced = torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0
-    keeps, key = not traced and not torch.is_autocast_enabled(at.device_type), None
+    keeps = not traced and not torch.is_autocast_enabled(at.device_type) and forward_ad._current_level < 0
+    key = None
     if keeps:
         try:
             weights = list(weights)
@@ -121,7 +124,11 @@ def linear_call(
         main_grads = main_grads_of(weights)  # before a cast loses them
         rows = rows_of(x, at, sizes, dim)
         x, *given = as_autocast(at.device_type, x, *weights, *biases)
-        own, _ = parts(given)
+        own, lying = parts(given)
+        if lying and not traced:
+            assert op.example is not None
+            check_lying(at, given[:n], 0 if op.example.layer == "column" else 1)
+            check_lying(at, given[n:], 0)
         check_linear(at, x, own[:n], own[n:])
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine, needs_grad(x, *given), layer)
         call = LinearCall(spec, None, main_grads, spec._replace(needs_grad=0))

@@ -34,7 +34,8 @@ dy in its input pass and keeps it for its weight pass.
 Note [DTensors as operands]
 A parameter may be a DTensor on the group's mesh: a linear layer takes this rank's part, and its gradient lies as the
 parameter. With `parameter.to_local()` in front of the operation, the graph has one more node for each parameter, which
-costs the host as much as the operation's own. So the Functions of linear layers take the DTensors themselves.
+costs the host as much as the operation's own. So the Functions of linear layers take the DTensors themselves. One that
+is split over other ranks too, or along another dimension, is refused in the first call of its kind.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.distributed.tensor import DTensor
 from torch.library import Library, register_fake
 from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
@@ -403,7 +405,12 @@ def _keep_order(name: str) -> None:
 
 
 def needs_grad(*tensors: Tensor | None) -> int:
-    """Bit i: tensor i needs a gradient. Zero under no_grad."""
+    """Bit i: tensor i needs a gradient. Zero under no_grad.
+
+    Raises NotImplementedError for a tensor with a tangent, which engines would drop.
+    """
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+        _refuse_tangents(tensors)
     if not torch.is_grad_enabled():
         return 0
     mask = 0
@@ -411,6 +418,14 @@ def needs_grad(*tensors: Tensor | None) -> int:
         if t is not None and t.requires_grad:
             mask |= 1 << i
     return mask
+
+
+def _refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            "fusedtp's operations have no forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp); "
+            "differentiate backward"
+        )
 
 
 def as_autocast(kind: str, *tensors: Tensor | None) -> tuple[Any, ...]:
@@ -448,6 +463,36 @@ def check_linear(at: Place, x: Tensor, weights: Sequence[Tensor], biases: Sequen
         raise ValueError(f"rank {at.rank}: x is {dtype}; the operations take floating-point tensors")
     if device.type != at.device_type:
         raise ValueError(f"rank {at.rank}: x is on {device}, the group {at.name!r} works on {at.device_type}")
+
+
+def check_lying(at: Place, operands: Iterable[Any], dim: int) -> None:
+    """Raises ValueError for a DTensor that is split along another dimension than `dim`, or over others than the group.
+
+    Replicas are fine, on any mesh. An FSDP shard is not: outside of its module's forward a rank has a part of its part.
+    """
+    for operand in operands:
+        if type(operand) is not DTensor:
+            continue
+        mesh, placements = operand.device_mesh, operand.placements
+        for i, placement in enumerate(placements):
+            if placement.is_replicate() or mesh.size(i) == 1:
+                continue
+            if getattr(placement, "dim", None) != dim or not _is_group(mesh.get_group(i), at.name):
+                raise ValueError(
+                    f"rank {at.rank}: a weight or bias of shape {tuple(operand.shape)} lies as {placements} on {mesh}; "
+                    f"wanted Shard({dim}) over the ranks of group {at.name!r}. One that FSDP has sharded too is whole "
+                    "on them in the forward of the module that FSDP wraps"
+                )
+
+
+def _is_group(group: dist.ProcessGroup, name: str) -> bool:
+    """Whether the group of this name has the same ranks, in the same order."""
+    if group.group_name == name:
+        return True
+    other = registered(name).world.group_ref()
+    if not isinstance(other, dist.ProcessGroup):
+        return False
+    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(other)
 
 
 # -- autograd --------------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@ same random numbers, and sum gradients."""
 
 from __future__ import annotations
 
+import inspect
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,13 +65,51 @@ def check_same_weights(model: nn.Module, comm: Communicator) -> None:
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     # by name: transformers registers buffers in the order of a set
     own = {name: x for name, x in sorted(named.items()) if not isinstance(x, DTensor) and not x.is_meta}
-    differing = _differing(own, comm)
+    _refuse_weights(_differing(own, comm))
+
+
+def _refuse_weights(differing: list[str]) -> None:
     if differing:
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
         raise ValueError(
             f"ranks hold other values of {', '.join(differing[:5])}{more}; all must start from the same model: load "
             "one checkpoint, or seed alike before making it"
         )
+
+
+def check_start(group: str, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """A hook before the first forward of a model of fusedtp.nn, whose weights may have come after parallelize.
+
+    Ranks hold the same of what each of them has whole, and see the same batch. Collective.
+    """
+    if torch.compiler.is_compiling():
+        return
+    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments  # by name
+    _once(model, check_start)
+    numbers = {name: torch.tensor(float(x)) for name, x in given.items() if isinstance(x, int | float)}
+    whole = {name: p._local_tensor for name, p in model.named_parameters() if _is_whole(p, group)}
+    own = whole, _tensors_of(({**given, **numbers},))
+    comm = communicator(group)
+    if comm.world_size > 1:  # as objects: these are no calls of the model, which are counted
+        with torch.no_grad():
+            every = comm.world.exchange([{name: _digest(x) for name, x in named.items()} for named in own])
+        of_weights, of_inputs = ([digests[i] for digests in every] for i in (0, 1))
+        _refuse_weights(_not_alike(of_weights))
+        _refuse_inputs(_not_alike(of_inputs))
+
+
+def _not_alike(every: Sequence[Mapping[str, list[float]]]) -> list[str]:
+    """Names for which ranks have other digests, or of which some have none."""
+    names = dict.fromkeys(name for digests in every for name in digests)
+    return [name for name in names if any(digests.get(name) != every[0].get(name) for digests in every)]
+
+
+def _is_whole(parameter: Any, group: str) -> bool:
+    """Whether each rank of the group has all of it, be it sharded over others."""
+    if not isinstance(parameter, DTensor) or parameter.is_meta or not parameter.placements[-1].is_replicate():
+        return False
+    mesh = parameter.device_mesh
+    return bool(mesh.get_group(mesh.ndim - 1).group_name == group)
 
 
 def check_same_inputs(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -88,13 +127,26 @@ def check_same_inputs(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
             f"{', '.join(strange[:3])}{' and others' if len(strange) > 3 else ''} came to the model after parallelize, "
             "which knows nothing of their parameters; add adapters (get_peft_model) before it"
         )
-    tensors = {name: x for name, x in named_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_meta}
-    differing = _differing(tensors, communicator(model._fusedtp.group))
+    _refuse_inputs(_differing(_tensors_of((args, kwargs)), communicator(model._fusedtp.group)))
+
+
+def _tensors_of(given: Any) -> dict[str, Tensor]:
+    return {name: x for name, x in named_leaves(given) if isinstance(x, Tensor) and not x.is_meta}
+
+
+def _refuse_inputs(differing: list[str]) -> None:
     if differing:
         raise ValueError(
             f"ranks of one tensor-parallel group got other inputs: {', '.join(differing)}; they must see the same "
             "batch (a data loader's sampler divides by the data-parallel ranks alone)"
         )
+
+
+def check_same_ids(ids: Tensor, group: str) -> None:
+    """Of an embedding whose ids are of all tokens: ranks have the same. Collective, not counted as a call."""
+    comm = communicator(group)
+    if comm.world_size > 1 and not ids.is_meta:
+        _refuse_inputs(_not_alike(comm.world.exchange({"ids of an embedding": _digest(ids)})))
 
 
 def watch_draws(model: Any, args: Any) -> None:
@@ -129,7 +181,7 @@ def check_draws(model: Any) -> None:
 def _once(model: Any, hook: Any) -> None:
     """Remove a hook before the model's forward."""
     for key, each in list(model._forward_pre_hooks.items()):
-        if each is hook:
+        if getattr(each, "func", each) is hook:
             del model._forward_pre_hooks[key]
             model._forward_pre_hooks_with_kwargs.pop(key, None)
 

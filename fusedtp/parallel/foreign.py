@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ from .layers import ColumnParallel, RowParallel, VocabParallel, draws_in_part, d
 from .placement import Mesh, Placement, is_compiled, is_replicated, local, opened, read
 from .question import Question, precision
 from .siblings import Siblings, in_autocast, project_all
-from .styles import FusedEmbedding, Style, computed
+from .styles import FusedEmbedding, Style, computed, set_forward
 from .token_shard import Tokens, TokenShard
 from .vocab_shard import Columns as VocabColumns
 from .vocab_shard import VocabShard
@@ -768,12 +767,12 @@ def _unaligned(module: Any, name: str, parameter: Tensor, placement: Placement, 
 
 
 def install(module: Any, parallel: Any, forward: Callable[..., Any]) -> None:
-    """Set module.parallel, and a forward that asks it: a bound method, no closure, so that copies have their own."""
+    """Set module.parallel, and a forward that asks it."""
     inner = module.__dict__.get("forward")
     if inner is not None and isinstance(parallel, Own):
         parallel = replace(parallel, inner=inner)
     module.parallel = parallel
-    module.forward = MethodType(forward, module)
+    set_forward(module, forward)
 
 
 def faults_of_linear(module: Any) -> list[str]:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedtp.comm import communicator
 
-from .agree import agreed_plan, check_same_weights
+from .agree import agreed_plan, check_same_weights, check_start
 from .expert_parallel import ExpertSplit
 from .foreign_plan import adopt, check_plan
 from .infer import infer, infer_or_refuse
@@ -100,9 +100,10 @@ def parallelize(
     )
     apply_steps(steps, mesh)
     add_replicas(model, steps, comm.name)
-    if sequence_parallel:
-        for module in model.modules():
-            if hasattr(module, "token_split"):
+    for module in model.modules():
+        if hasattr(module, "token_split"):
+            module.register_forward_pre_hook(partial(check_start, comm.name), with_kwargs=True)
+            if sequence_parallel:
                 module.token_split, module.token_group = (comm.rank, comm.world_size), comm.name  # type: ignore[assignment]
     return model
 

@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fusedtp.comm import Communicator, communicator
 from fusedtp.ops.engines import ENGINES
 
-from .agree import check_gradients
+from .agree import check_gradients, check_same_ids
 from .expert_parallel import ExpertParallel, ExpertSplit, Shares, copies_of, stages_of
 from .layers import (
     ColumnParallel,
@@ -250,6 +252,16 @@ class Replicated(Style):
         super().__init__()
         self.partial = partial
 
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        if (
+            self.partial
+            and world_size > 1
+            and isinstance(module, _BatchNorm)
+            and not isinstance(module, nn.SyncBatchNorm)
+        ):
+            return ["it normalizes over tokens, of which a rank sees its own only; use SyncBatchNorm, or partial=False"]
+        return []
+
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         install(module, Replica(comm.name, self.partial), with_plain_parameters)
 
@@ -270,6 +282,8 @@ def linear_faults(module: Any) -> list[str]:
         return [f"{type(module).__name__} is no linear layer with a weight [out_features, in_features]"]
     if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
         return [f"{type(module).__name__} has a forward of its own, which splitting would replace"]
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return ["nn.MultiheadAttention reads its weight and never calls it; leave it out"]
     return computed(module)
 
 
@@ -284,14 +298,30 @@ def computed(module: Any, placed: Iterable[str] = ("weight", "bias")) -> list[st
 
 
 def install(module: Any, parallel: Any, forward: Any) -> None:
-    """Set module.parallel. A module that does not know the attribute calls it through a forward of ours.
-
-    The forward is a bound method, no closure: copies of the module have their own.
-    """
+    """Set module.parallel. A module that does not know the attribute calls it through a forward of ours."""
     calls_it_itself = hasattr(module, "parallel")
     module.parallel = parallel
     if not calls_it_itself:
-        module.forward = MethodType(forward, module)
+        set_forward(module, forward)
+
+
+class NotPickled:
+    """Beside a forward of ours, which pickle writes as the name of a method, and the class of its module has none."""
+
+    def __deepcopy__(self, memo: Any) -> NotPickled:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a split module is one rank's part, and pickle cannot restore it; save its state_dict(), with "
+            "torch.distributed.checkpoint, or a model of transformers by save_pretrained"
+        )
+
+
+def set_forward(module: Any, forward: Any) -> None:
+    """A forward of ours: a bound method, no closure, so that copies of the module have their own."""
+    module.forward = MethodType(forward, module)
+    module._fusedtp_not_pickled = NotPickled()
 
 
 def linear(self: Any, x: Tensor, layout: Any = None) -> Tensor:
@@ -316,6 +346,9 @@ def linear(self: Any, x: Tensor, layout: Any = None) -> Tensor:
 
 def embedding(self: Any, input: Tensor, layout: Any = None) -> Tensor:
     """The forward of a split nn.Embedding."""
+    if not torch.compiler.is_compiling() and not hasattr(self, "_fusedtp_checked"):
+        check_same_ids(input, self.parallel.group)
+        self._fusedtp_checked = True
     return self.parallel.embed(input, self, layout)
 
 

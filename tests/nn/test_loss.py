@@ -11,6 +11,7 @@ from fusedtp.nn import loss as loss_module
 from fusedtp.nn import vocab_parallel_cross_entropy
 from fusedtp.nn.init import chunk_of
 from fusedtp.nn.loss import combine_stats, local_gradient, local_stats
+from tests.harness import world
 from tests.nn import formulas
 from tests.nn.support import assert_close, assert_same_function, assert_within, randn, roundings_of
 
@@ -181,6 +182,30 @@ def test_shapes_that_do_not_fit_raise() -> None:
         vocab_parallel_cross_entropy(torch.randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.long))
     with pytest.raises(ValueError, match=r"wanted logits \[T, V\]"):
         vocab_parallel_cross_entropy(torch.randn(2, 4), torch.zeros(3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("logits, labels", [(torch.float32, torch.float32), (torch.int64, torch.int64)])
+def test_floats_are_no_labels_and_integers_no_logits(logits: torch.dtype, labels: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="wanted logits of floats and labels of integers, got"):
+        vocab_parallel_cross_entropy(torch.ones(2, 4).to(logits), torch.ones(2).to(labels))
+
+
+def with_a_fault_on_rank_0(group, fault: str) -> None:
+    labels, logits = torch.zeros(2, dtype=torch.long), torch.randn(2, 3)
+    if group.rank() == 0:
+        labels, logits = {
+            "shape": (labels[:1], logits),
+            "label": (labels + 6, logits),
+            "columns": (labels, logits[:, :2]),
+        }[fault]
+    vocab_parallel_cross_entropy(logits, labels, group, vocab_size=6)
+
+
+@pytest.mark.parametrize("fault", ["shape", "label", "columns"])
+def test_a_rank_that_raises_tells_its_peers(fault: str) -> None:
+    first, second = world(2).outcomes(with_a_fault_on_rank_0, fault, timeout=30)
+    assert first.is_a("IndexError" if fault == "label" else "ValueError")
+    assert second.is_a("PeerFailed") and "rank 0 raised" in second.message and second.seconds < 10
 
 
 def test_wrong_columns_name_the_rank() -> None:

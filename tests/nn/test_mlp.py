@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedtp.nn import MLP, ModelConfig
-from fusedtp.nn.mlp import gated
+from fusedtp.nn import MLP, ModelConfig, MoE
+from fusedtp.nn.mlp import GatedMLP, gated
 from tests.nn.support import assert_same_function, randn
 
 
@@ -77,3 +77,13 @@ def test_module_is_its_formula() -> None:
         return (act(gate, "silu") * up) @ mlp.down_proj.weight.T + mlp.down_proj.bias
 
     assert_same_function(mlp, want, [randn(4, 6)], "x")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: GatedMLP(4, 6, "relu"), lambda: MoE(4, 6, 2, 1, shared=6, gated=False, act="relu")],
+    ids=["alone", "shared expert"],
+)
+def test_an_activation_that_there_is_not_is_refused(make) -> None:
+    with pytest.raises(ValueError, match=r"act of a gated MLP is 'relu'; it must be one of silu, gelu,"):
+        make()

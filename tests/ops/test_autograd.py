@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -133,6 +134,36 @@ def twice_differentiated(group, operation: str) -> str:
 def test_double_backward_raises(operation):
     for message in world(2).run(twice_differentiated, operation):
         assert "double backward is not supported" in message, message
+
+
+def with_tangents(group, operation: str, engine: str, kept: bool) -> str:
+    """kept: calls of this kind have been seen without tangents."""
+    x, up, _, down = (t.detach() for t in leaves(group))
+    h, ids, weights = numbers(T, 5).detach(), torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1)
+    offsets = torch.tensor([0, len(h)], dtype=torch.int32)
+    call, at = {
+        "gather": (lambda x: gather(group, engine, x, up, up)[0], x),
+        "scatter": (lambda h: scatter(group, engine, h, down), h),
+        "reduce": (lambda h: fusedtp.matmul_all_reduce(h, down, group, engine=engine), h),
+        "dispatch": (lambda x: fusedtp.moe_dispatch(x, ids, weights, 2, group, sizes=SIZES, engine=engine)[0], x),
+        "grouped": (lambda h: fusedtp.grouped_matmul(h, down[None], offsets), h),
+    }[operation]
+    if kept:
+        call(at)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError) as raised:
+        call(forward_ad.make_dual(at, torch.ones_like(at)))
+    call(at)
+    with forward_ad.dual_level():  # without a tangent it is a call as any other
+        call(at)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("operation", ["gather", "scatter", "reduce", "dispatch", "grouped"])
+@pytest.mark.parametrize("engine", ["collective", "chunked"])
+@pytest.mark.parametrize("kept", [False, True], ids=["first", "later"])
+def test_forward_mode_raises_in_place_of_losing_tangents(operation, engine, kept):
+    for message in world(2).run(with_tangents, operation, engine, kept, fresh=True, timeout=30):
+        assert "have no forward-mode derivatives" in message, message
 
 
 def accumulated(group, engine: str) -> None:

@@ -233,6 +233,13 @@ LOCAL_FAULTS = [
     (fusedtp.matmul_all_reduce, {"x": torch.ones(4), "weight": WEIGHT}, ["(4,)"]),
     (fusedtp.all_gather_wgrad, {"x": X, "dys": [torch.ones(3, 5)]}, ["rank 0", "3", "2"]),
     (fusedtp.all_gather_wgrad, {"x": X, "dys": [torch.ones(2, 5).double()]}, ["float64", "float32"]),
+    (fusedtp.all_gather_wgrad, {"x": X, "dys": [torch.ones(2)]}, ["rank 0", "(2,)", "[2, N]"]),
+    (
+        fusedtp.all_gather_wgrad,
+        {"x": X.expand(3, 2, 4), "dys": [torch.ones(2, 3, 5)], "dim": 1},
+        ["(2, 3, 5)", "[3, 2, N]"],
+    ),
+    (fusedtp.all_gather_wgrad, {"x": X.long(), "dys": [torch.ones(2, 5).long()]}, ["int64", "floating-point"]),
 ]
 
 

@@ -71,6 +71,43 @@ def test_a_weight_may_be_distributed_or_this_rank_s_part(engine):
     world(2).run(of_plain_and_distributed_weights, engine, fresh=True)
 
 
+def of_weights_that_lie_elsewhere(group) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tp, w = mesh["tp"], numbers(8, 8, seed=0)
+    x = numbers(4, 8, seed=group.rank() % 2)
+    own = x.chunk(2, 1)[tp.get_local_rank()]
+
+    def gathers(*placements, on=mesh):
+        weight = distribute_tensor(w, on, placements)
+        return fusedtp.all_gather_matmul(x, [weight], tp)[0]
+
+    def scatters(*placements, on=mesh):
+        return fusedtp.matmul_reduce_scatter(own, distribute_tensor(w, on, placements), tp)
+
+    refused = [
+        lambda: gathers(Shard(0), Shard(0)),  # as FSDP leaves it
+        lambda: gathers(Shard(0), on=mesh["dp"]),
+        lambda: gathers(Shard(0), Replicate()),
+        lambda: scatters(Shard(0), Shard(1)),
+        lambda: scatters(Shard(0), on=tp),
+        lambda: gathers(Shard(1), on=tp),
+    ]
+    for call in refused:
+        with pytest.raises(
+            ValueError, match=r"a weight or bias of shape \(8, 8\) lies as .*; wanted Shard\([01]\) over"
+        ):
+            call()
+    for on, before in ((tp, ()), (mesh, (Replicate(),))):  # replicas over other ranks are this rank's part too
+        want = numbers(4, 8, seed=0), numbers(4, 8, seed=1)
+        assert torch.equal(gathers(*before, Shard(0), on=on), torch.cat(want) @ w.chunk(2)[tp.get_local_rank()].T)
+        parts = [of.chunk(2, 1)[p] @ w.chunk(2, 1)[p].T for p, of in enumerate(want)]
+        assert torch.equal(scatters(*before, Shard(1), on=on), sum(parts).chunk(2)[tp.get_local_rank()])
+
+
+def test_a_weight_that_is_split_otherwise_is_refused():
+    world(4).run(of_weights_that_lie_elsewhere, fresh=True)
+
+
 def memory_of_layers(group, engine: str, rows: int, k: int, n: int) -> int:
     x = torch.ones(rows, k, requires_grad=True)
     up, down = torch.ones(n, k, requires_grad=True), torch.ones(k, n, requires_grad=True)

@@ -9,6 +9,7 @@ from torch.utils._pytree import _deregister_pytree_node, register_pytree_node
 
 import fusedtp
 from fusedtp.comm import communicator
+from fusedtp.nn import CausalLM, ModelConfig
 from fusedtp.parallel.agree import check_same_weights, named_leaves
 from tests.harness import PerRank, world
 from tests.parallel.support import tp_mesh
@@ -82,6 +83,53 @@ def test_buffers_are_compared_by_name_whatever_their_order():
     assert world(2).run(registered_otherwise, 2.0) == [""] * 2
     for said in world(2).run(registered_otherwise, 3.0):
         assert said.startswith("ranks hold other values of sliding;")
+
+
+def of_our_own(group: Any, what: str, sequence_parallel: bool) -> str:
+    """Two forwards of a CausalLM, whose kv heads are fewer than ranks; rank 1 differs in `what`, from the first on."""
+    other = group.rank() == 1
+    config = ModelConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = CausalLM(config)
+    fusedtp.parallelize(model, tp_mesh(group), sequence_parallel=sequence_parallel)
+    fusedtp.nn.init_(model, seed=other if what == "weights" else 0)  # after parallelize, as weights may come
+    given: dict[str, Any] = {name: torch.arange(6).view(1, 6) % 3 for name in ("labels", "document_ids")}
+    given["num_labels"] = 6
+    if what in given:
+        given[what] = given[what] + other
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        model(torch.zeros(1, 6, dtype=torch.long), label=None)  # is no first forward
+    try:
+        for _ in range(2):
+            model(torch.arange(6).view(1, 6) + (other and what == "input_ids"), **given)
+    except ValueError as error:
+        return str(error)
+    assert not model._forward_pre_hooks, "later forwards compare no more"
+    return ""
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        pytest.param("", "", id="alike"),
+        pytest.param(
+            "weights",
+            "ranks hold other values of layers.0.self_attn.k_proj.weight, layers.0.self_attn.v_proj.weight;",
+            id="weights",
+        ),
+        *(
+            pytest.param(name, f"ranks of one tensor-parallel group got other inputs: {name};", id=name)
+            for name in ("input_ids", "labels", "document_ids", "num_labels")
+        ),
+    ],
+)
+def test_a_first_forward_of_our_own_model_compares_what_ranks_share(what: str, message: str, sequence_parallel: bool):
+    for said in world(2).run(of_our_own, what, sequence_parallel, timeout=30):
+        assert said.startswith(message) and bool(said) == bool(what)
 
 
 class Nameless:

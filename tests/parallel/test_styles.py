@@ -1,6 +1,7 @@
 """The styles in torch's own parallelize_module, on a block of plain torch modules."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
+import fusedtp
 from fusedtp.ops.rows import split
 from fusedtp.parallel import FusedColwise, FusedEmbedding, FusedRowwise, Replicated
 from tests.harness import world
@@ -162,6 +164,40 @@ def test_an_embedding_with_padding(dim: int, sequence_parallel: bool):
     world(3).run(compare_embedding, dim, sequence_parallel)
 
 
+def save_whole(group) -> None:
+    _, by_styles = block_of(group)
+    torch.manual_seed(0)
+    by_plan = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    fusedtp.parallelize(by_plan, tp_mesh(group), plan={"0": "colwise", "2": "rowwise"})
+    for model in (by_styles, by_plan):
+        for whole in (model, copy.deepcopy(model)):
+            with pytest.raises(TypeError, match=r"a split module is one rank's part, .* save its state_dict\(\)"):
+                torch.save(whole, io.BytesIO())
+        torch.save(model.state_dict(), io.BytesIO())
+
+
+def test_a_split_module_is_not_saved_whole_in_a_form_that_nothing_reads():
+    world(2).run(save_whole)
+
+
+def look_up_other_ids(group, differs: bool, options: dict) -> str:
+    module = nn.Sequential(nn.Embedding(11, 4))
+    parallelize_module(module, tp_mesh(group), {"0": FusedEmbedding(**options)})
+    try:
+        for _ in range(2):
+            module(torch.arange(6).view(2, 3) + (differs and group.rank() == 1))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("options", [{}, {"dim": 1}, {"sequence_parallel": False}], ids=["0", "1", "whole"])
+def test_an_embedding_compares_the_first_ids_of_ranks(options: dict):
+    assert world(2).run(look_up_other_ids, False, options) == ["", ""]
+    for said in world(2).run(look_up_other_ids, True, options, timeout=30):
+        assert said.startswith("ranks of one tensor-parallel group got other inputs: ids of an embedding;")
+
+
 def share_one_gather(group) -> None:
     from fusedtp.comm import communicator
 
@@ -217,6 +253,14 @@ def refuse(group) -> None:
         parallelize_module(nn.Linear(4, 5), mesh, FusedColwise(head_dim=2))
     with pytest.raises(ValueError, match="3 heads do not divide among 2 ranks"):
         parallelize_module(nn.Linear(4, 6), mesh, FusedColwise(head_dim=2))
+    with pytest.raises(ValueError, match="reads its weight and never calls it; leave it out"):
+        parallelize_module(nn.MultiheadAttention(4, 2), mesh, {"out_proj": FusedRowwise()})
+    with pytest.raises(
+        ValueError, match=r"BatchNorm1d.*: it normalizes over tokens, of which a rank sees its own only"
+    ):
+        parallelize_module(nn.BatchNorm1d(4), mesh, Replicated())
+    parallelize_module(nn.BatchNorm1d(4), mesh, Replicated(partial=False))
+    parallelize_module(nn.SyncBatchNorm(4), mesh, Replicated())
 
 
 def test_modules_that_a_style_does_not_fit():
