@@ -3,8 +3,9 @@
 Note [What roundoff may change]
 The twins make the same sums in another order, in fp32. How far that moves a value depends on the model: a norm of small
 numbers or a cancelling gradient makes much of it. So the bound is measured: every weight of the plain model is moved by
-about one unit in its last place, and a tensor of the parallel model may be off by MARGIN times what that changes in it
-(each value passes through some tens of roundings, not one), or by LEAST where that is nothing.
+about one unit in its last place, and a tensor of the parallel model may be off by MARGIN times what that changes in it,
+the most of several such moves (each value passes through some tens of roundings, not one), or by LEAST where that is
+nothing.
 """
 
 import copy
@@ -23,6 +24,7 @@ from tests.parallel.support import beside, tp_mesh
 from .families import model_of
 
 MARGIN, LEAST = 8.0, 2e-6
+SEEDS = range(3, 7)  # one move alone may happen to change nothing of a sum whose terms cancel
 
 
 def batch(tokens: tuple[int, int] = (3, 5), padding: int = 2, side: str = "left") -> dict[str, Tensor]:
@@ -34,10 +36,10 @@ def batch(tokens: tuple[int, int] = (3, 5), padding: int = 2, side: str = "left"
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def perturbed(model: nn.Module) -> nn.Module:
+def perturbed(model: nn.Module, seed: int = 3) -> nn.Module:
     """A copy, every weight moved by about one unit in its last place."""
     made = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * torch.finfo(torch.float32).eps
@@ -129,7 +131,8 @@ def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
         plain.train()
     inputs = batch(options.get("tokens", (3, 5)), options.get("padding", 2), options.get("side", "left"))
     want = results(plain, inputs)
-    noise = errors(results(perturbed(plain), inputs), want)
+    noises = [errors(results(perturbed(plain, seed), inputs), want) for seed in SEEDS]
+    noise = {key: max(each.get(key, 0.0) for each in noises) for key in want}
     parallel._fusedtp.calls.clear()
     off = worst(group, errors(results(parallel, inputs), want))
     excess = {key: error / max(LEAST, MARGIN * noise.get(key, 0.0)) for key, error in off.items()}
