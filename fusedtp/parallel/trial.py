@@ -9,7 +9,9 @@ another way. So the numbers behind its decisions are compared too.
 
 Weights are random, since those of a model may hide a fault (a projection that starts at zero). All runs are in fp32 on
 the CPU. The first is in evaluation mode; the second is in training mode without dropout, on inputs so large that what
-clamps or clips is active. Buffers are compared, too. Arguments that the model does not pass are not tried.
+clamps or clips is active. There a softmax saturates, and roundoff may change a small gradient much: how much, is
+measured by moving the weights by a unit in their last place. Buffers are compared, too. Arguments that the model does
+not pass are not tried.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ from .vocab_shard import VocabShard
 
 # Roundoff of a module with random weights is three orders of magnitude below this, a fault's effect as far above.
 OFF = 1e-3
-# Factor of inputs in the second run, which has more roundoff.
-LOUD = 30.0
+# Factor of inputs in the second run, which has more roundoff: a value may be off by MARGIN times what MOVES of the
+# weights change in it, since it passes through some tens of roundings. One move alone may happen to change nothing.
+LOUD, MARGIN, MOVES = 30.0, 8.0, range(1, 4)
 DROPOUTS = re.compile(r"p|.*drop.*")
 # Ranks whose code goes other ways wait for each other.
 TIMEOUT_S = 10.0
@@ -187,6 +190,7 @@ class Run:
 
     trains    in training mode, without dropout
     off       how far a split one may be from it
+    noise     name of what is compared -> how far roundoff alone may move that
     weights   what each output counts in the sum that backward starts from
     """
 
@@ -199,6 +203,16 @@ class Run:
     input_gradients: list[Tensor] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     decisions: Decisions = field(default_factory=Decisions)
+    noise: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def least(self) -> float:
+        """A gradient far below the largest one counts as one of a thousandth of that."""
+        return 1e-3 * max((_top(g) for g in self.gradients.values() if g is not None), default=0.0)
+
+    def bound(self, name: str, scale: float = 1.0) -> float:
+        """scale: the largest value of the whole, divided by that of a part, of which differences are a fraction."""
+        return max(self.off, scale * self.noise.get(name, 0.0))
 
     def drawn(self, i: int, x: Tensor) -> Tensor:
         self.weights.append(torch.randn(x.shape, generator=torch.Generator().manual_seed(2 + i)))
@@ -227,10 +241,34 @@ class Trial:
             return
         pairs = list(zip(found.want, again.want, strict=True))
         if all(bool(a.isfinite().all()) and not _off("", a, b) for a, b in pairs):  # else it draws numbers
+            found.noise = self._noise(found)
             self.runs.append(found)
 
-    def _whole(self, run: Run) -> Run:
+    def _noise(self, run: Run) -> dict[str, float]:
+        noise: dict[str, float] = {}
+        for seed in MOVES:
+            moved = self._whole(replace(run, weights=[], decisions=Decisions()), seed)
+            pairs: list[tuple[str, Tensor, Tensor, float]]
+            pairs = [(f"output {i}", *pair, 1e-9) for i, pair in enumerate(zip(moved.want, run.want, strict=True))]
+            inputs = zip(moved.input_gradients, run.input_gradients, strict=True)
+            pairs += [(f"the gradient of input {i}", *pair, 1e-9) for i, pair in enumerate(inputs)]
+            for name, gradient in run.gradients.items():
+                other = moved.gradients[name]
+                if gradient is not None and other is not None:
+                    pairs.append((f"the gradient of {name.removeprefix('module.')}", other, gradient, run.least))
+            for name, got, want, least in pairs:
+                noise[name] = max(noise.get(name, 0.0), MARGIN * _error(got, want, least))
+        return noise
+
+    def _whole(self, run: Run, seed: int | None = None) -> Run:
+        """seed: of a move of the weights by about one unit in the last place."""
         whole = Call(self._copied(run))
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
+            for parameter in whole.parameters():
+                if parameter.is_floating_point():
+                    noise = torch.empty(parameter.shape).normal_(generator=generator)
+                    parameter.data = parameter.data * (1 + torch.finfo(torch.float32).eps * noise)
         with run.decisions:
             run.want, run.input_gradients = _run(whole, run.inputs, run.drawn)
         run.gradients = {name: p.grad for name, p in whole.named_parameters()}
@@ -278,7 +316,8 @@ class Trial:
         fault = self._outputs(run, got, rank) or self._gradients(run, split, ways, rank)
         fault = fault or decisions.differ(run.decisions)
         for i, (a, b) in enumerate(zip(input_gradients, run.input_gradients, strict=True)):
-            fault = fault or _off(f"the gradient of input {i}", a, b, bound=run.off)
+            name = f"the gradient of input {i}"
+            fault = fault or _off(name, a, b, bound=run.bound(name))
         for name, buffer in split.named_buffers():
             want = run.buffers.get(name, buffer)
             if want.shape == buffer.shape:
@@ -294,7 +333,7 @@ class Trial:
         if len(got) != len(run.want):
             return f"it returns {len(got)} tensors instead of {len(run.want)}"
         for i, (a, b) in enumerate(zip(got, run.want, strict=True)):
-            fault = _off(f"output {i}", a, b if i == 0 else self._part(a, b, rank), bound=run.off)
+            fault = _off(f"output {i}", a, b if i == 0 else self._part(a, b, rank), bound=run.bound(f"output {i}"))
             if fault:
                 return fault
         return ""
@@ -315,8 +354,7 @@ class Trial:
         return want.chunk(self.world_size, dims[0])[rank]
 
     def _gradients(self, run: Run, split: nn.Module, ways: Mapping[str, Way], rank: int) -> str:
-        wanted = run.gradients
-        least = 1e-3 * max((float(g.abs().max()) for g in wanted.values() if g is not None and g.numel()), default=0.0)
+        wanted, least = run.gradients, run.least
         for name, parameter in split.named_parameters():
             want, got = wanted[name], parameter.grad
             if want is None:
@@ -324,7 +362,9 @@ class Trial:
             own = ways[name].part(want, (rank,)) if name in ways else want
             if got is None:
                 got = torch.zeros_like(own)
-            fault = _off(f"the gradient of {name.removeprefix('module.')}", got, own, least, run.off)
+            said = f"the gradient of {name.removeprefix('module.')}"
+            scale = max(_top(want), least) / max(_top(own), least, 1e-9)
+            fault = _off(said, got, own, least, run.bound(said, scale))
             if fault:
                 return fault
         return ""
@@ -364,7 +404,16 @@ def _off(name: str, got: Tensor, want: Tensor, least: float = 1e-9, bound: float
     """What is wrong with a tensor; ""."""
     if got.shape != want.shape:
         return f"{name} is {tuple(got.shape)} instead of {tuple(want.shape)}"
-    if not want.numel():
-        return ""
-    error = float((got - want).abs().nan_to_num(math.inf).max() / want.abs().max().clamp(min=least))
+    error = _error(got, want, least)
     return "" if error <= bound else f"{name} is off by {error:.1e}"
+
+
+def _error(got: Tensor, want: Tensor, least: float) -> float:
+    """The largest difference, relative to the largest value, or to `least`."""
+    if not want.numel():
+        return 0.0
+    return float((got - want).abs().nan_to_num(math.inf).max()) / max(_top(want), least)
+
+
+def _top(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
