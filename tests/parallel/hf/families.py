@@ -1,7 +1,8 @@
-"""Small models of every transformers configuration with a tensor-parallel plan.
+"""Small models of transformers: of every configuration with a tensor-parallel plan, and of those without.
 
 families    those with a causal language model
 towers      text models without one: of vision-language models, and encoders
+UNPLANNED   causal language models without a plan, for which one is inferred
 """
 
 import importlib
@@ -27,6 +28,7 @@ def _rotary(*sections: int, **more: Any) -> dict[str, Any]:
 # What the rules of the small configuration do not give, or what their values contradict.
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    **dict.fromkeys(("codegen", "gptj"), {"rotary_dim": 4}),
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -91,6 +93,14 @@ OTHERS = {
 
 # transformers has a plan for their head alone.
 HEAD_ONLY = ("bamba", "diffllama", "gpt_oss")
+
+
+UNPLANNED = (
+    "bart bert bert-generation big_bird bigbird_pegasus biogpt bitnet blenderbot blenderbot-small bloom camembert codegen "
+    "cpmant ctrl data2vec-text electra ernie falcon falcon_mamba gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox_japanese gptj "
+    "jetmoe mamba mbart megatron-bert modernbert-decoder moshi mpt mvp openai-gpt opt pegasus persimmon prophetnet rembert "
+    "roberta roberta-prelayernorm roc_bert roformer rwkv stablelm xglm xlm xlm-roberta xlm-roberta-xl xlnet xmod zamba2"
+).split()
 
 
 def _planned(causal: bool) -> list[str]:

@@ -146,10 +146,18 @@ def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
         "gathered": {why: n for why, n in parallel._fusedtp.gathered.items() if why != "logits: full_tensor"},
         "calls": dict(parallel._fusedtp.calls),
         "whole": dict(parallel._fusedtp.whole),
+        "share": share_split(parallel),
     }
     if options.get("generate", generates(plain)):
         found["generate"] = torch.equal(*(generated(model) for model in (plain, parallel)))
     return found
+
+
+def share_split(model: nn.Module) -> float:
+    """Of the elements of weight matrices, those of which each rank holds a part."""
+    weights: list[Any] = [p for p in model.parameters() if p.dim() > 1]
+    split = sum(p.numel() for p in weights if not any(at.is_replicate() for at in p.placements))
+    return split / sum(p.numel() for p in weights)
 
 
 def generated(model: Any) -> Tensor:

@@ -20,7 +20,7 @@ from fusedtp.environment import environment
 from tests.harness import WorldError, world
 
 from . import parity
-from .families import HEAD_ONLY, LARGE, OTHERS, families, towers
+from .families import HEAD_ONLY, LARGE, OTHERS, UNPLANNED, families, towers
 
 TOGETHER = 5  # families of one call: their imports and the way to the ranks are paid once
 Found = dict[str, Any]  # what parity.compare returns, or {"refused": why}
@@ -88,6 +88,13 @@ def row(name: str, two: Found, four: Found, experts: Found | None) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def parts_row(name: str, two: Found, four: Found) -> str:
+    """One line of the table of models without a plan."""
+    shares = " / ".join("-" if "refused" in run else f"{run['share']:.0%}" for run in (two, four))
+    cells = row(name, two, four, None).split(" | ")
+    return " | ".join([cells[0], shares if "NOT" not in cells[1] else cells[1], *cells[2:-1]]) + " |"
+
+
 def said(equal: bool | None) -> str:
     return "-" if equal is None else "yes" if equal else "NO"
 
@@ -101,7 +108,10 @@ def reasons(two: dict[str, Found], four: dict[str, Found], experts: dict[str, Fo
                 rows.setdefault((name, f"`{module}`" if module else "the model"), why)
         if "refused" in experts.get(name, {}):
             rows[name, "whole experts on ranks"] = experts[name]["refused"]
-    return [f"| {name} | {module} | {escaped(why)} |" for (name, module), why in rows.items()]
+    together: dict[tuple[str, str], list[str]] = {}
+    for (name, module), why in rows.items():
+        together.setdefault((name, why), []).append(module)
+    return [f"| {name} | {', '.join(modules)} | {escaped(why)} |" for (name, why), modules in together.items()]
 
 
 def escaped(text: str) -> str:
@@ -119,13 +129,15 @@ def page(
     four: dict[str, Found],
     experts: dict[str, Found],
     text: tuple[dict[str, Found], ...],
+    inferred: tuple[dict[str, Found], ...],
 ) -> str:
-    """The whole page; `text`: of towers, on two and on four ranks."""
+    """The whole page; `text`: of towers, on two and on four ranks; `inferred`: of models without a plan."""
     here, names = environment(), list(two)
     kinds = [status(two[name], four[name]) for name in names]
     every = [exact(two[name]) and exact(four[name]) for name in names]
     versions = ", ".join(f"{name} {here['packages'][name]}" for name in ("torch", "transformers"))
-    why = reasons(two, four, experts) + reasons(*text, {})
+    why = reasons(two, four, experts) + reasons(*text, {}) + reasons(*inferred, {})
+    ran = [name for name, found in inferred[0].items() if "refused" not in found]
     lines = [
         "# Models of transformers",
         "",
@@ -173,6 +185,17 @@ def page(
         *HEAD,
         *(row(name, text[0][name], text[1][name], None) for name in text[0]),
         "",
+        "## Without a plan",
+        "",
+        "Causal language models for which transformers has no plan, so that one is inferred ([guide.md](guide.md#plans)).",
+        f"{sum(exact(inferred[0][name]) and exact(inferred[1][name]) for name in ran)} of {len(ran)} are exact; "
+        f"{len(inferred[0]) - len(ran)} more are refused. *Parts*: of the elements of weight matrices, those of which a",
+        "rank holds a part, on 2 / 4 ranks.",
+        "",
+        "| family | parts | logits | gradient | tokens | fused | gathered |",
+        "|---|---|---|---|---|---:|---|",
+        *(parts_row(name, inferred[0][name], inferred[1][name]) for name in ran),
+        "",
     ]
     if why:
         lines += ["## What is not split, and why", "", "| family | module | why |", "|---|---|---|", *why, ""]
@@ -192,7 +215,8 @@ def main() -> None:
     two = measured(names, 2, {})
     experts = measured(with_experts, 2, {"experts": fusedtp.ExpertSplit()})
     text = tuple(measured(sorted(towers()), ranks, {}) for ranks in (2, 4))
-    print(page(two, measured(names, 4, {}), experts, text))
+    inferred = tuple(measured(sorted(UNPLANNED), ranks, {}) for ranks in (2, 4))
+    print(page(two, measured(names, 4, {}), experts, text, inferred))
 
 
 if __name__ == "__main__":
