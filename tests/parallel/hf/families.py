@@ -28,7 +28,7 @@ def _rotary(*sections: int, **more: Any) -> dict[str, Any]:
 # What the rules of the small configuration do not give, or what their values contradict.
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    **dict.fromkeys(("codegen", "gptj"), {"rotary_dim": 4}),
+    "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -37,6 +37,7 @@ MORE: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe_text": _rotary(1, 1, 2),
     **dict.fromkeys(("glm4v_text", "glm_image_text", "glm_ocr_text"), _rotary(2, 1, 1)),
     "glm4v_moe_text": _rotary(1, 1, 0, partial_rotary_factor=0.5),
+    "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -96,11 +97,13 @@ HEAD_ONLY = ("bamba", "diffllama", "gpt_oss")
 
 
 UNPLANNED = (
-    "bart bert bert-generation big_bird bigbird_pegasus biogpt bitnet blenderbot blenderbot-small bloom camembert codegen "
-    "cpmant ctrl data2vec-text electra ernie falcon falcon_mamba gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox_japanese gptj "
-    "jetmoe mamba mbart megatron-bert modernbert-decoder moshi mpt mvp openai-gpt opt pegasus persimmon prophetnet rembert "
-    "roberta roberta-prelayernorm roc_bert roformer rwkv stablelm xglm xlm xlm-roberta xlm-roberta-xl xlnet xmod zamba2"
-).split()
+    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bitnet", "blenderbot",
+    "blenderbot-small", "bloom", "camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie",
+    "falcon", "falcon_mamba", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", "jetmoe",
+    "mamba", "mbart", "megatron-bert", "modernbert-decoder", "moshi", "mpt", "mvp", "openai-gpt", "opt", "pegasus",
+    "persimmon", "prophetnet", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "stablelm",
+    "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod", "zamba2",
+)  # fmt: skip
 
 
 def _planned(causal: bool) -> list[str]:
