@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 from .local_view import INPUT, features_of, is_conv1d, is_linear, local_view, names_in
 from .plan import generic, matches, parent_of, refuse
 from .proof import _seeding
+from .styles import computed
 from .trial import Inputs, Trial, random_copy, sharing
 from .twin import NoTwin, twin_of
 
@@ -70,8 +71,12 @@ def infer(model: nn.Module, world_size: int, sequence_parallel: bool = True) -> 
     nor changed.
     """
     linears = [name for name, module in model.named_modules() if is_linear(module)]
-    if len(linears) < 2 or any(hasattr(m, "parallel") for m in model.modules()):
+    if any(hasattr(m, "parallel") for m in model.modules()):
         return Inferred({}, {})
+    if len(linears) < 2:
+        others = {generic(n): m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in linears}
+        own = "{} has a forward of its own"
+        return Inferred({}, {name: (computed(m) or [own.format(type(m).__name__)])[0] for name, m in others.items()})
     twin = _twin(model)
     search = Search(model if twin is None else twin, model, max(world_size, 2), sequence_parallel)
     search.run()

@@ -254,6 +254,12 @@ def test_what_was_changed_after_construction_is_what_is_tried():
     assert plan["transformer.h.*.attn.c_attn"] == "conv1d_packed_colwise_3"
 
 
+def test_linears_of_a_class_of_their_own_are_named():
+    plan, whole = infer(model_of("falcon"), 2)
+    assert not plan
+    assert whole["transformer.h.*.mlp.dense_h_to_4h"] == "FalconLinear has a forward of its own"
+
+
 def test_roundoff_where_a_softmax_saturates_hinders_nothing():
     """On large inputs the gradient of a query is small, and roundoff changes it by a twentieth."""
     plan, _ = infer(model_of("bert-generation"), 2)
