@@ -190,7 +190,7 @@ class Run:
 
     trains    in training mode, without dropout
     off       how far a split one may be from it
-    noise     name of what is compared -> how far roundoff alone may move that
+    noise     name of what is compared -> how far roundoff alone may move that; measured where something is off
     weights   what each output counts in the sum that backward starts from
     """
 
@@ -241,7 +241,6 @@ class Trial:
             return
         pairs = list(zip(found.want, again.want, strict=True))
         if all(bool(a.isfinite().all()) and not _off("", a, b) for a, b in pairs):  # else it draws numbers
-            found.noise = self._noise(found)
             self.runs.append(found)
 
     def _noise(self, run: Run) -> dict[str, float]:
@@ -289,14 +288,19 @@ class Trial:
         own = {f"module.{name}".rstrip("."): word for name, word in plan.items()}
         for run in self.runs:
             try:
-                world = VirtualWorld(self.world_size, timeout_s=TIMEOUT_S)
-                faults = world.run(partial(self._of_rank, plan=own, run=run))
+                fault = self._fault(own, run)
+                if fault and run.trains and not run.noise:
+                    run.noise = self._noise(run)
+                    fault = self._fault(own, run)
             except Exception as error:  # whatever the module's code says to tensors that it does not expect
                 return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            fault = next((fault for fault in faults if fault), "")
             if fault:
                 return fault + ", in training mode and on large inputs" * run.trains
         return ""
+
+    def _fault(self, plan: Mapping[str, str], run: Run) -> str:
+        world = VirtualWorld(self.world_size, timeout_s=TIMEOUT_S)
+        return next((fault for fault in world.run(partial(self._of_rank, plan=plan, run=run)) if fault), "")
 
     def _of_rank(self, group: VirtualGroup, plan: Mapping[str, str], run: Run) -> str:
         rank = group.rank()
