@@ -77,7 +77,8 @@ def linear_call(
     biases   as many as weights, or None for none
     act      of a gated layer, which has two weights of one shape
 
-    Raises ValueError for operands that do not fit; the peers of a rank that raises here know (CPU).
+    Raises ValueError for operands that do not fit, TypeError for what is no tensor; the peers of a rank that raises
+    here know (CPU).
     """
     at = place(group)
     traced = torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0
@@ -114,6 +115,9 @@ def linear_call(
         weights = list(weights)
         n = len(weights)
         biases = [None] * n if biases is None else list(biases)
+        strange = [t for t in (x, *weights, *(b for b in biases if b is not None)) if not isinstance(t, Tensor)]
+        if strange:
+            raise TypeError(f"rank {at.rank}: x, weights and biases are tensors, not {type(strange[0]).__name__}")
         if act is not None and (n != 2 or len(biases) != 2 or weights[0].shape != weights[1].shape):
             raise ValueError(
                 f"rank {at.rank}: got weights {[tuple(w.shape) for w in weights]} and {len(biases)} biases; wanted "
