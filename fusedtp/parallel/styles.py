@@ -16,7 +16,8 @@ parameters (or meta ones) before, and nothing is broadcast.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from types import MethodType
+from functools import cache
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -319,9 +320,19 @@ class NotPickled:
 
 
 def set_forward(module: Any, forward: Any) -> None:
-    """A forward of ours: a bound method, no closure, so that copies of the module have their own."""
-    module.forward = MethodType(forward, module)
+    """A forward of ours: a bound method, no closure, so that copies of the module have their own.
+
+    It has the signature of the class's: transformers' generate and Trainer pass what they find there.
+    """
+    module.forward = MethodType(_as_if(forward, type(module).forward), module)
     module._fusedtp_not_pickled = NotPickled()
+
+
+@cache
+def _as_if(forward: Any, own: Any) -> Any:
+    made = FunctionType(forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__)
+    made.__kwdefaults__, made.__wrapped__ = forward.__kwdefaults__, own  # type: ignore[attr-defined]
+    return made
 
 
 def linear(self: Any, x: Tensor, layout: Any = None) -> Tensor:

@@ -416,8 +416,8 @@ def _error(got: Tensor, want: Tensor, least: float) -> float:
     """The largest difference, relative to the largest value, or to `least`."""
     if not want.numel():
         return 0.0
-    return float((got - want).abs().nan_to_num(math.inf).max()) / max(_top(want), least)
+    return float((got - want).detach().abs().nan_to_num(math.inf).max()) / max(_top(want), least)
 
 
 def _top(x: Tensor) -> float:
-    return float(x.abs().max()) if x.numel() else 0.0
+    return float(x.detach().abs().max()) if x.numel() else 0.0

@@ -97,12 +97,12 @@ HEAD_ONLY = ("bamba", "diffllama", "gpt_oss")
 
 
 UNPLANNED = (
-    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bitnet", "blenderbot",
+    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bitnet", 
     "blenderbot-small", "bloom", "camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie",
     "falcon", "falcon_mamba", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", "jetmoe",
     "mamba", "mbart", "megatron-bert", "modernbert-decoder", "moshi", "mpt", "mvp", "openai-gpt", "opt", "pegasus",
     "persimmon", "prophetnet", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "stablelm",
-    "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod", "zamba2",
+    "xglm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod",
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ plain run, all of them with FUSEDTP_ALL_MODELS=1 (`make test-models`).
 """
 
 import copy
+import inspect
 import os
 from typing import Any
 
@@ -125,6 +126,25 @@ def test_a_plan_of_the_head_alone_is_completed(name: str, whole: set[str]):
     kept = {each for each in every - split if "norm" not in each}
     assert {each for each in kept if each not in whole and each.partition(".")[0] not in whole} == set()
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= split
+
+
+def other_signatures(group: Any, name: str) -> list[str]:
+    plain = model_of(name)
+    split = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    own = {each: inspect.signature(module.forward) for each, module in plain.named_modules()}
+    return [each for each, module in split.named_modules() if inspect.signature(module.forward) != own[each]]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "roberta-prelayernorm"])
+def test_forwards_keep_their_signatures(name: str):
+    """By which transformers' generate passes position ids, and its Trainer columns of the data."""
+    assert world(2).run(other_signatures, name)[0] == []
+
+
+def test_a_model_whose_head_reads_a_child_generates_the_same():
+    """Its own forward is replaced, so that generate must find the arguments of the class's."""
+    found = world(2).run(parity.compare, "roberta-prelayernorm", {})[0]
+    assert found["excess"] <= 1 and found["generate"]
 
 
 def products_are_kept() -> tuple[Any, Any]:
