@@ -97,7 +97,7 @@ HEAD_ONLY = ("bamba", "diffllama", "gpt_oss")
 
 
 UNPLANNED = (
-    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bitnet", 
+    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bitnet",
     "blenderbot-small", "bloom", "camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie",
     "falcon", "falcon_mamba", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", "jetmoe",
     "mamba", "mbart", "megatron-bert", "modernbert-decoder", "moshi", "mpt", "mvp", "openai-gpt", "opt", "pegasus",
