@@ -25,7 +25,7 @@ def exchanges(draw):
     return sizes, here, draw(st.integers(1, min(4, here * len(sizes))))
 
 
-@settings(max_examples=examples(100, 50))
+@settings(max_examples=examples(100, 30))
 @given(
     exchanges(),
     st.sampled_from([torch.int32, torch.int64]),
