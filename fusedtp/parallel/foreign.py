@@ -231,7 +231,7 @@ class Own:
 
 
 class _Divided(Function):
-    """A parameter's W-th: the sum over ranks has it once, and each rank sees its whole gradient."""
+    """1 / W of a parameter that every rank adds to a sum over W ranks; each rank sees the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, world_size: int) -> Tensor:
@@ -735,8 +735,8 @@ PARAMETERS: dict[str, Callable[[str, int], Placement]] = {
     "packed_colwise": lambda name, dims: StridedShard(_features(name, dims), split_factor=2),
     "packed_rowwise": lambda name, dims: Replicate() if dims == 1 else StridedShard(dims - 1, split_factor=2),
     "replicate": lambda name, dims: Replicate(),
-    "rowwise_pairs": lambda name, dims: Shard(dims - 1),  # features 0 and 1, 2 and 3, ... belong together
-    "divided": lambda name, dims: Replicate(),  # every rank adds it to a sum: each takes its W-th
+    "rowwise_pairs": lambda name, dims: Shard(dims - 1),  # keeps features 0 and 1, 2 and 3, ... together
+    "divided": lambda name, dims: Replicate(),  # every rank adds 1 / W of it to a sum
     "grouped_gemm": lambda name, dims: Shard(0),
 }
 

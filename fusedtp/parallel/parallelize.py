@@ -111,7 +111,7 @@ def parallelize(
 def _inferred(
     model: nn.Module, world_size: int, sequence_parallel: bool, plan: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """What can be inferred besides a plan that names the ends alone, or nothing; module -> why it stays whole."""
+    """The plan, completed by what can be inferred where it names only the ends or nothing; why modules stay whole."""
     if not plan:
         return infer_or_refuse(model, world_size, sequence_parallel)
     found = infer(model, world_size, sequence_parallel)

@@ -51,7 +51,7 @@ class Step(NamedTuple):
     style: Any
 
 
-# Class -> a plan, where transformers has none for its layers. Gate and up of gpt-oss's experts alternate.
+# Class -> its plan, where transformers has none for the layers. gpt-oss interleaves gate and up in its experts.
 OWN_PLANS: dict[str, dict[str, str]] = {
     "GptOssModel": {
         "embed_tokens": "embedding_rowwise",
@@ -84,7 +84,7 @@ def plan_of(model: nn.Module) -> dict[str, str | ParallelStyle]:
 
 
 def names_only_ends(model: Any, plan: Mapping[str, Any]) -> bool:
-    """Whether a plan of transformers splits the vocabulary alone: no pattern names a layer."""
+    """Whether a plan names only the embedding and the head of a transformers model, and no layer."""
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "get_input_embeddings"):
         return False
     try:

@@ -322,7 +322,7 @@ class NotPickled:
 def set_forward(module: Any, forward: Any) -> None:
     """A forward of ours: a bound method, no closure, so that copies of the module have their own.
 
-    It has the signature of the class's: transformers' generate and Trainer pass what they find there.
+    It has the signature of the class's forward, by which transformers' generate and Trainer choose what to pass.
     """
     module.forward = MethodType(_as_if(forward, type(module).forward), module)
     module._fusedtp_not_pickled = NotPickled()
