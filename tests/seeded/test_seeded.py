@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fusedtp.sim import Schedule, run_schedule
+from fusedtp.sim.ptx.launch import Compiler
 from tests.seeded import __main__ as command
 from tests.seeded import verdicts
 from tests.seeded.source import OPERATORS, faults, functions, put
@@ -63,6 +64,27 @@ def test_a_fault_that_does_not_compile_is_not_found() -> None:
     fault = next(fault for fault in faults() if fault.function == MEET)
     (verdict,) = in_source([MEET], fault._replace(source="def meet_kernel(peers):\n    arrive(nobody)\n"))
     assert verdict.result == "crashed" and "does not compile" in verdict.said and not verdict.right
+
+
+def test_a_fault_that_is_missed_is_tried_where_waits_look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def shown(chosen: Any, compilers: dict[str, Compiler]) -> tuple[str, str, int]:
+        (launch,) = (each for each in next(iter(chosen)).case.make().work[0])
+        compilers["sm_90"].compiled(launch)
+        ((text, *_),) = compilers["sm_90"]._made.values()
+        tried.append(text)
+        return ("survived", "", 4) if len(tried) % 3 else ("found", "deadlock", 1)
+
+    monkeypatch.setattr("tests.seeded.trying.shown", shown)
+    shown(trials([MEET]), {"sm_90": Compiler("sm_90")})
+    fault = next(fault for fault in faults() if fault[:2] == ("narrow scope", "leave"))
+    fault = fault._replace(source=functions()[fault.at].src)  # changes nothing
+    assert in_source([MEET], fault) == [Verdict(fault.name, "", "found", "deadlock", 5)]
+    as_it_ships, once_more, looking_at_once = tried
+    assert as_it_ships == once_more != looking_at_once
+    shown(trials([MEET]), {"sm_90": Compiler("sm_90")})
+    assert tried[-1] == as_it_ships
 
 
 def test_the_table_must_be_right_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:

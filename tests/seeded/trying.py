@@ -21,7 +21,7 @@ from fusedtp.sim.ptx import TARGETS
 from fusedtp.sim.ptx.launch import Compiler
 
 from . import ptx
-from .source import Fault, faults, put
+from .source import Fault, faults, looking_at_once, put
 from .trials import KERNELS, Trial, trials, under_trial
 from .verdicts import Kept, Verdict, key
 
@@ -53,23 +53,34 @@ def in_source(kernels: Collection[str], fault: Fault | None = None) -> list[Verd
     name = fault.name if fault else f"none | {', '.join(kernels)}"
     chosen = [*trials(kernels)]  # what those of one rank must give is found without the fault
     with put(fault) if fault else nullcontext():
-        return [Verdict(name, "", *shown(chosen, {target: Compiler(target) for target in TARGETS}))]
+        made = Verdict(name, "", *shown(chosen, {target: Compiler(target) for target in TARGETS}))
+        if made.missed:
+            with looking_at_once():
+                result, said, more = shown(chosen, {target: Compiler(target) for target in TARGETS})
+            made = Verdict(name, "", result, said, made.schedules + more)
+    return [made]
 
 
 def in_ptx(kernel: str, target: str, only: str = "") -> list[Verdict]:
     """Every fault in the PTX of a kernel, each tried where the kernel was compiled so, first without any."""
     where, wrong, last = f"{kernel} {target}", list[Verdict](), dict[ptx.Site, Verdict]()
-    for trial in trials([kernel], target):
-        base = Compiler(target)
-        clean = Verdict(f"none | {kernel}", where, *shown([trial], {target: base}))
-        wrong += [] if clean.right else [clean]
-        own = {text for text, *_ in base._made.values() if f".entry {kernel}(" in text}
-        for site in dict.fromkeys(site for text in own for site in ptx.sites(text) if only in site[0]):
-            if site not in last or last[site].result == "survived":
-                other = Compiler(target)
-                for of, (text, shared, maps, scratch) in base._made.items():
-                    other._made[of] = ptx.edited(text, site) if text in own else text, shared, maps, scratch
-                last[site] = Verdict(" | ".join(site), where, *shown([trial], {target: other}))
+    for look in (nullcontext, looking_at_once):
+        for trial in trials([kernel], target):
+            first = look is nullcontext
+            again = {site for site, made in last.items() if made.missed or (first and made.result == "survived")}
+            if not first and not again:
+                break
+            base = Compiler(target)
+            with look():
+                clean = Verdict(f"none | {kernel}", where, *shown([trial], {target: base}))
+            wrong += [] if clean.right else [clean]
+            own = {text for text, *_ in base._made.values() if f".entry {kernel}(" in text}
+            for site in dict.fromkeys(site for text in own for site in ptx.sites(text) if only in site[0]):
+                if site not in last or site in again:
+                    other = Compiler(target)
+                    for of, (text, shared, maps, scratch) in base._made.items():
+                        other._made[of] = ptx.edited(text, site) if text in own else text, shared, maps, scratch
+                    last[site] = Verdict(" | ".join(site), where, *shown([trial], {target: other}))
     return [*wrong, *last.values()]
 
 

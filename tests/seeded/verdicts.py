@@ -52,6 +52,11 @@ class Verdict(NamedTuple):
         return self.result == ("survived" if self.reason else "found")
 
     @property
+    def missed(self) -> bool:
+        """Not found, though no reason is known why it could not be."""
+        return self.result == "survived" and not self.reason
+
+    @property
     def kind(self) -> str:
         """One of KINDS."""
         return "equivalent" if self.result == "survived" and self.reason else self.result
