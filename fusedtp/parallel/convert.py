@@ -1,7 +1,7 @@
-"""Weights of transformers' Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE in fusedtp.nn.CausalLM, and back.
+"""Convert transformers' Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE to fusedtp.nn.CausalLM, and back.
 
     from_transformers   configuration -> ModelConfig -> CausalLM on meta -> parallelize -> each parameter: read, copy
-    to_transformers     ModelConfig -> configuration -> each parameter: gather -> the first rank: save_pretrained
+    to_transformers     ModelConfig -> configuration -> each parameter: gather -> first rank: save_pretrained
 
     transformers                            CausalLM
     model.<name>                            <name>
@@ -10,9 +10,9 @@
                                             layers.i.mlp.experts.gate_proj, up_proj [E, F, H]
     lm_head.weight                          lm_head.weight
 
-A configuration is translated field by field, and what a field says that CausalLM does not compute is refused, as is a
-field that is unknown here. Rotary frequencies are compared as numbers. The way back is checked by the way there: the
-configuration to be written must translate into the model's own.
+A configuration is translated field by field. Unknown fields are rejected, and so are values that CausalLM does not
+support. Rotary frequencies are compared numerically. For the way back, the configuration to be written is translated
+again and must give the model's own ModelConfig.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from .pretrained import (
 )
 from .saving import exchange, mesh_of, together
 
-# Options of a CausalLM that a checkpoint has no place for; to_transformers warns of them.
+# Options of a CausalLM that a checkpoint cannot store; to_transformers warns about them.
 UNWRITTEN = (
     "residual_dropout", "embedding_dropout", "balance_loss", "balance", "sequence_loss", "z_loss", "jitter", "sinkhorn",
     "comm_dtype",
 )  # fmt: skip
-# Everything that from_transformers takes beside a checkpoint.
+# All options that from_transformers takes in addition to a checkpoint.
 OPTIONS = (
     *UNWRITTEN, "attention_dropout", "initializer_range", "max_logits_bytes", "split_shared", "max_rows",
     "recv_capacity", "on_overflow",
@@ -80,24 +80,24 @@ def from_transformers(
     hub: Mapping[str, Any] | None = None,
     **config_changes: Any,
 ) -> CausalLM:
-    """A transformers model's weights in a CausalLM that computes the same, in evaluation mode.
+    """Load a transformers model into a CausalLM that computes the same, in evaluation mode.
 
         source            a folder with config.json and safetensors files, a name on the hub, or a model in memory:
                           LlamaForCausalLM, Mistral, Qwen2, Qwen3, Mixtral or Qwen3Moe
-        mesh              a 1-D DeviceMesh: the model is parallel, and each rank reads its part only. Collective then
-        dtype             what activations are computed in; "auto": param_dtype
-        param_dtype       what parameters are kept in; "auto": the configuration's, or else the checkpoint's
+        mesh              a 1-D DeviceMesh: parallelize the model, each rank reads only its part; the call is collective
+        dtype             dtype of activations; "auto": param_dtype
+        param_dtype       dtype of parameters; "auto": the configuration's, or else the checkpoint's
         device            default: the mesh's, or that of a model in memory, or the CPU
-        options           fields of ModelConfig and MoEConfig that no checkpoint says: dropout, the router's losses,
-                          the experts' exchange
-        ignore            fields of the configuration that are unknown here, and that you know to change nothing
+        options           fields of ModelConfig and MoEConfig that checkpoints do not store: dropout, router losses,
+                          the exchange of experts
+        ignore            unknown fields of the configuration that you know have no effect
         engine, sequence_parallel, plan, experts   see fusedtp.parallelize
         variant, hub      see fusedtp.from_pretrained
         config_changes    fields of the transformers configuration
 
-    Labels of a CausalLM are shifted already, those of transformers are not; its router's losses act in training only.
-    Raises ValueError that lists everything the configuration says and CausalLM does not compute, or all tensors that
-    are missing, unexpected or of another shape; and what fusedtp.parallelize raises. With a mesh, on every rank.
+    CausalLM expects shifted labels, transformers does not; CausalLM's router losses apply in training only.
+    Raises one ValueError that lists everything in the configuration that CausalLM does not compute, or all tensors that
+    are missing, unexpected or have another shape; and what fusedtp.parallelize raises. With a mesh, on every rank.
     """
     if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim != 1):
         raise ValueError(f"from_transformers needs a 1-D DeviceMesh, not {mesh!r}")
@@ -119,7 +119,7 @@ def from_transformers(
             check_same_weights(source, communicator(mesh))
         parallelize(model, mesh, engine=engine, sequence_parallel=sequence_parallel, plan=plan, experts=experts)
     with _together(mesh):
-        if model.config.tie_word_embeddings and HEAD in opened.tensors:  # of tied ones a file may have either
+        if model.config.tie_word_embeddings and HEAD in opened.tensors:  # a file may store either of the tied ones
             opened.tensors.setdefault(EMBEDDING, opened.tensors[HEAD])
         model.to_empty(device=device or (opened.device if mesh is None else mesh.device_type))
         _fill(model, opened.tensors.__getitem__)
@@ -135,17 +135,17 @@ def to_transformers(
     variant: str | None = None,
     **config_changes: Any,
 ) -> None:
-    """Write a CausalLM as a checkpoint of transformers, which AutoModelForCausalLM.from_pretrained loads.
+    """Write a CausalLM as a transformers checkpoint that AutoModelForCausalLM.from_pretrained loads.
 
-        model            whole, or parallel: then every rank calls it, and the first one writes
+        model            whole, or parallel: then every rank must call this, and the first one writes
         folder           gets config.json, generation_config.json and safetensors files
         max_shard_size, variant   as in transformers' save_pretrained
         config_changes   fields of the configuration, such as eos_token_id or max_position_embeddings
 
-    The configuration is the one that the model was read with, or else the first of Llama, Qwen2, Mistral, Qwen3,
+    The configuration is the one that the model was loaded with, or else of the first of Llama, Qwen2, Mistral, Qwen3,
     Mixtral and Qwen3-MoE that computes what the model does. Ranks gather one parameter at a time, and only the writing
-    rank keeps it, on its CPU. Warns of options that transformers has no place for: dropout between layers, the
-    router's losses, fp8. Raises ValueError, on every rank, that lists what of the model none of them computes.
+    rank keeps it, on its CPU. Warns about options that transformers cannot store: dropout between layers, router
+    losses, fp8. If none of these computes the model, raises ValueError on every rank that lists the differences.
     """
     parallel = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     mesh = mesh_of(model) if parallel else None
@@ -172,10 +172,10 @@ def _together(mesh: DeviceMesh | None) -> AbstractContextManager[None]:
 
 
 class _OnDisk:
-    """A checkpoint's files.
+    """The files of a checkpoint.
 
-    model     of transformers, on meta
-    tensors   transformers' name -> a tensor of which regions can be read
+    model     the transformers model, on meta
+    tensors   transformers' name -> a lazy tensor; any region of it can be read
     """
 
     device = torch.device("cpu")
@@ -195,13 +195,13 @@ class _OnDisk:
         }
 
     def differently_tied(self, mesh: DeviceMesh | None) -> bool:
-        """Whether the configuration ties the head and the files do not; of a mesh each rank compares its rows."""
+        """Whether the configuration ties the head but the files do not; with a mesh, each rank compares its rows."""
         rank, world_size = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         return bool(self.checkpoint.differently_tied(rank, world_size))
 
 
 class _InMemory:
-    """The same of a model in memory."""
+    """The same for a model in memory."""
 
     def __init__(self, model: Any, changes: dict[str, Any]) -> None:
         family = _family(model)
@@ -238,7 +238,7 @@ def _as_it_is(lazy: Lazy) -> Lazy:
 
 @torch.no_grad()
 def _fill(model: CausalLM, read: Callable[[str], Tensor | Lazy]) -> None:
-    """Each parameter, or this rank's part of it, from the tensor of transformers' that holds it."""
+    """Copy each parameter, or this rank's part of it, from the transformers tensor that contains it."""
     for name, parameter in model.named_parameters():
         theirs, half = their_name(name)
         full = read(theirs)
@@ -254,7 +254,7 @@ def _fill(model: CausalLM, read: Callable[[str], Tensor | Lazy]) -> None:
 
 
 def _gathered(model: CausalLM, keep: bool) -> dict[str, Tensor]:
-    """transformers' name -> full tensor on the CPU of a rank that keeps them. Collective."""
+    """transformers' name -> full tensor on the CPU, if keep; otherwise empty. Collective."""
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         full = parameter.detach()
@@ -280,7 +280,7 @@ RENAMED: dict[str, tuple[str, int | None]] = {
 
 
 def their_name(name: str) -> tuple[str, int | None]:
-    """A CausalLM's parameter -> transformers' name of it, and which half of that tensor's dim 1 it is."""
+    """Name of a CausalLM parameter -> its name in transformers, and which half of that tensor's dim 1 it is, if any."""
     if name.startswith("lm_head."):
         return name, None
     for own, (theirs, half) in RENAMED.items():
@@ -290,7 +290,7 @@ def their_name(name: str) -> tuple[str, int | None]:
 
 
 def _check_shapes(theirs: Any, got: Mapping[str, torch.Size], model: CausalLM) -> None:
-    """Raises ValueError that lists tensors that a CausalLM has and that model has not, or the other way."""
+    """Raises one ValueError that lists missing and unexpected tensors and those with another shape than CausalLM's."""
     wanted: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         their, half = their_name(name)
@@ -323,8 +323,8 @@ class Family:
 
     reads       fields of its configuration that change what it computes, besides those of all families
     qk_norm     whether queries and keys are normalized
-    qkv_bias    None: attention_bias says, of the output projection too
-    experts     whether there are any
+    qkv_bias    None: the field attention_bias decides, for the output projection too
+    experts     whether it is an MoE
     """
 
     model_class: str
@@ -354,7 +354,7 @@ SAME = (
     "num_key_value_heads", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range",
 )  # fmt: skip
 READ = (*SAME, "head_dim", "attention_dropout", "rope_parameters", "pad_token_id")
-# Names, tokens that generation starts and stops with, what outputs are returned: none changes a logit or a loss.
+# Names, start and stop tokens of generation, which outputs to return: none of these changes a logit or a loss.
 HARMLESS = (
     "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map",
     "id2label", "label2id", "problem_type", "use_cache", "bos_token_id", "eos_token_id", "max_position_embeddings",
@@ -363,7 +363,7 @@ HARMLESS = (
 
 
 def _family(model: Any) -> Family:
-    """Raises ValueError for a model of another class; one derived from a known class may compute anything."""
+    """Raises ValueError for any other class, also for subclasses of a known one, since they may compute anything."""
     for family in FAMILIES.values():
         if type(model).__name__ == family.model_class and type(model).__module__.startswith("transformers."):
             return family
@@ -376,7 +376,7 @@ def _translated(
 ) -> ModelConfig:
     """The ModelConfig of a transformers model with that configuration.
 
-    Raises ValueError that lists everything that CausalLM does not compute.
+    Raises one ValueError that lists everything that CausalLM does not compute.
     """
     family = _family(model)
     faults = [
@@ -410,7 +410,7 @@ def _translated(
 
 
 def _unknown(config: Any, family: Family, ignore: Collection[str]) -> list[str]:
-    """Fields that nobody here reads, and that differ from their default or have none."""
+    """Faults: fields that are not handled here and differ from their default or have none."""
     known = {*READ, *HARMLESS, *family.reads, *ignore}
     defaults = type(config)().to_dict()
     return [
@@ -421,7 +421,7 @@ def _unknown(config: Any, family: Family, ignore: Collection[str]) -> list[str]:
 
 
 def _window(config: Any, family: Family, faults: list[str]) -> int | None:
-    """The sliding window of all layers."""
+    """The sliding window, which must be the same in all layers."""
     if "sliding_window" not in family.reads:
         return None
     window: int | None = config.sliding_window
@@ -436,7 +436,7 @@ def _window(config: Any, family: Family, faults: list[str]) -> int | None:
 
 
 def _rope(model: Any, config: Any, faults: list[str]) -> dict[str, Any]:
-    """rope_theta and rope_scaling, whose frequencies are those of transformers; compared as numbers."""
+    """rope_theta and rope_scaling; the resulting frequencies are compared numerically with those of transformers."""
     given = dict(config.rope_parameters)
     kind, theta = given.get("rope_type", "default"), float(given["rope_theta"])
     if kind not in ("default", "linear", "llama3", "yarn"):
@@ -451,7 +451,7 @@ def _rope(model: Any, config: Any, faults: list[str]) -> dict[str, Any]:
     width = config.hidden_size // config.num_attention_heads
     want = rotary.inv_freq
     got, factor = inverse_frequencies(getattr(config, "head_dim", None) or width, theta, scaling)
-    near = 8 * torch.finfo(torch.float32).eps  # both in fp32, by formulas that differ in the order of operations
+    near = 8 * torch.finfo(torch.float32).eps  # both are in fp32, but the formulas differ in the order of operations
     same = got.shape == want.shape and torch.allclose(got, want, rtol=near, atol=0.0)
     if not same or not math.isclose(factor, rotary.attention_scaling, rel_tol=near):
         strange = sorted(given.keys() - names - {"rope_type", "type", "rope_theta"})
@@ -463,7 +463,7 @@ def _rope(model: Any, config: Any, faults: list[str]) -> dict[str, Any]:
 
 
 def _experts(config: Any, options: dict[str, Any], faults: list[str]) -> MoEConfig | None:
-    """The MoEConfig; takes its fields out of the options. None where all layers are dense."""
+    """The MoEConfig; removes its fields from the options. None if all layers are dense."""
     layers, own = config.num_hidden_layers, {f.name for f in fields(MoEConfig)}
     dense: set[int] = set()
     if hasattr(config, "decoder_sparse_step"):
@@ -508,7 +508,7 @@ def _experts(config: Any, options: dict[str, Any], faults: list[str]) -> MoEConf
 
 
 def _theirs(model: CausalLM, changes: dict[str, Any]) -> Any:
-    """The transformers model of a CausalLM, on meta. Raises ValueError that lists what it would not compute."""
+    """The transformers model for a CausalLM, on meta. Raises one ValueError that lists what it does not compute."""
     from transformers import AutoModelForCausalLM
 
     given, generation = model.pretrained if model.pretrained is not None else (_written(model.config), None)
@@ -543,7 +543,7 @@ def _theirs(model: CausalLM, changes: dict[str, Any]) -> Any:
 
 
 def _flat(config: ModelConfig) -> dict[str, Any]:
-    """Fields of a ModelConfig and its MoEConfig, by name: the same of two that compute the same."""
+    """Fields of a ModelConfig and its MoEConfig by name, normalized: equal for configs that compute the same."""
     found = {f.name: getattr(config, f.name) for f in fields(config)}
     moe, scaling = found.pop("moe"), config.rope_scaling
     for name in ("dtype", "param_dtype"):
@@ -552,7 +552,7 @@ def _flat(config: ModelConfig) -> dict[str, Any]:
         found["rope_scaling"] = replace(scaling, attention_factor=0.1 * math.log(scaling.factor) + 1.0)
     if moe is None:
         return found
-    if moe.score == "softmax" and moe.score_after_topk:  # softmax of the chosen is softmax, divided by their sum
+    if moe.score == "softmax" and moe.score_after_topk:  # softmax over the top-k = full softmax, renormalized
         moe = replace(moe, score_after_topk=False, normalize=True)
     if moe.first_dense >= config.num_hidden_layers:
         return found
@@ -564,12 +564,12 @@ def _flat(config: ModelConfig) -> dict[str, Any]:
     own = {f.name: getattr(moe, f.name) for f in fields(moe)}
     found |= {name: value for name, value in own.items() if not inert.get(name)}
     if not moe.first_dense:
-        del found["intermediate_size"]  # of no layer
+        del found["intermediate_size"]  # no layer uses it
     return found
 
 
 def _written(config: ModelConfig) -> Any:
-    """The configuration of the family that comes nearest."""
+    """The configuration of the closest family."""
     from transformers import AutoConfig
 
     moe, changes = config.moe, {name: getattr(config, name) for name in SAME}
@@ -620,6 +620,6 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
 
 
 def _dtype(wanted: torch.dtype | str, default: torch.dtype | str) -> str:
-    """The name that ModelConfig has for it; what it does not know it refuses."""
+    """ModelConfig's name for the dtype; it rejects unknown ones."""
     dtype = default if wanted == "auto" else wanted
     return next((name for name, known in DTYPES.items() if dtype in (name, known)), str(dtype))

@@ -1,22 +1,22 @@
-"""Modules that others wrote, tensor-parallel as they stand: the words of a plan, and what each does to a module.
+"""Tensor parallelism for third-party modules, unchanged: the style names of a plan, and what each does to a module.
 
-    colwise                       nn.Linear: all that share an input at once, `columns`
+    colwise                       nn.Linear: one gather for all linears that share an input, `columns`
     colwise_gather_output         the same, and each rank gets all features
-    rowwise                       nn.Linear: product, then reduce-scatter into a TokenShard, or all-reduce, `rows`
-    rowwise_split_input           the same of a whole input, of which each rank takes its features
+    rowwise                       nn.Linear: matmul, then reduce-scatter into a TokenShard, or all-reduce, `rows`
+    rowwise_split_input           the same, but the input is whole, and each rank takes its features of it
     embedding_rowwise             nn.Embedding: lookup of this rank's ids, then as rowwise
-    moe_tp_experts, all_reduce    a module whose own forward, on its parts of parameters, gives a part of a sum
-    mla_kv_a_proj                 replicated, but for gradients of the rotary keys, of which each rank has a part
-    replicated_with_grad_allreduce  replicated, each rank sees a part of the heads
-    anything else                 the module's own forward, its parameters plain local tensors meanwhile
+    moe_tp_experts, all_reduce    runs the module's own forward on this rank's parameter shards: a partial sum
+    mla_kv_a_proj                 replicated; the gradients of the rotary keys are partial on each rank
+    replicated_with_grad_allreduce  replicated; each rank sees only some of the heads
+    anything else                 the module's own forward, with its parameters as plain local tensors
 
-A forward is replaced only where it is known to be that of nn.Linear or nn.Embedding: a class that overrides it, or an
-instance that someone patched, is called with local parameters, or refused. Whether tokens are split is seen in each
-call: a layer that gets a TokenShard gathers its rows, one that gets a plain tensor takes it for the same on all ranks.
-Rows are split where a call has more than one position a sequence; one new token of each (decoding) stays whole.
+A forward is replaced only if it is known to be that of nn.Linear or nn.Embedding: if a class overrides it, or an
+instance was patched, it is called with local parameters, or rejected. Each call decides whether tokens are split:
+a layer that gets a TokenShard gathers its rows; a layer that gets a plain tensor assumes it is the same on all ranks.
+Rows are split if a call has more than one position per sequence; one new token per sequence (decoding) stays whole.
 
-The objects at `module.parallel` are those of layers.py; what is of one model (how often which operation had to gather)
-is shared by all its modules.
+The objects at `module.parallel` are those of layers.py; state of the whole model (such as how often each operation had
+to gather) is shared by all its modules.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ from .vocab_shard import VocabShard
 
 @dataclass
 class Model:
-    """What the modules of one model share.
+    """State shared by the modules of one model.
 
-    group      the communicator's name
+    group      name of the communicator
     gathered   operation -> how often it had to gather tokens
-    calls      of split linears: "fused", with the communication of tokens in the matmul, or "whole"
+    calls      number of calls of split linears: "fused" (token communication inside the matmul) or "whole"
     siblings   linears that share their input
-    maps       attention maps, which the model may return, are of this rank's heads
-    whole      module that its plan would have split -> why it stays whole
-    compiled   the model or a part of it is, so that tokens stay whole: a compiler cannot trace a TokenShard. For good,
-               since backward may run a forward again
-    watched    what is drawn in a forward before which ranks' generators differed
+    maps       True: attention maps that the model returns cover only this rank's heads
+    whole      module that the plan would have split -> why it stays whole
+    compiled   True once the model or a part of it is compiled. Tokens then stay whole, since a compiler cannot trace a
+               TokenShard. Never reset, since backward may run a forward again
+    watched    records random draws of a forward that ranks started with different generator states
     """
 
     group: str = ""
@@ -88,19 +88,19 @@ class Model:
     watched: Watched | None = None
 
     def drawing(self, part: bool) -> None:
-        """What is drawn from here on is for a rank's features, or for whole tensors."""
+        """Random numbers are now drawn for this rank's features (part), or for whole tensors."""
         if self.watched is not None and not torch.compiler.is_compiling():
             self.watched.part(part)
 
     def count(self, fused: bool) -> None:
-        """A call of a split linear. Not in compiled code, which would be compiled anew as the number grows."""
+        """Count a call of a split linear. Not in compiled code: each new value would trigger a recompile."""
         if not torch.compiler.is_compiling():
             self.calls["fused" if fused else "whole"] += 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns(ColumnParallel):
-    """A linear layer whose output features are split, in a model of others. vocabulary: they are logits."""
+    """A linear layer of a third-party model, with output features split. vocabulary: its outputs are logits."""
 
     model: Model = field(compare=False)
     siblings: Siblings = field(default_factory=Siblings, compare=False)
@@ -109,7 +109,7 @@ class Columns(ColumnParallel):
 
 @dataclass(frozen=True, kw_only=True)
 class Rows(RowParallel):
-    """A linear layer whose input features are split. split_input: its input is whole, and each rank takes its part."""
+    """A linear layer with input features split. split_input: its input is whole, and each rank takes its part."""
 
     model: Model = field(compare=False)
     split_input: bool = False
@@ -124,11 +124,11 @@ class Vocabulary(VocabParallel):
 
 @dataclass
 class Seen:
-    """What forwards and backwards show of a module that no plan names: whether ranks see parts of the heads.
+    """Whether ranks see different heads in a module that no plan names, learned from its forwards and backwards.
 
     inputs      whether its inputs differ between ranks
-    asking      this call's inputs do not tell, so that its parameters' gradients are asked
-    gradients   parameter -> whether its gradient differs: where children are split, and while inputs do not tell
+    asking      this call's inputs do not show it, so the gradients of its parameters are compared
+    gradients   parameter -> whether its gradient differs; used if children are split, or while `asking`
     """
 
     inputs: Question = field(default_factory=Question)
@@ -138,19 +138,20 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Own:
-    """A module that keeps its forward. Not a Member: nothing of its output is shared out.
+    """A module that keeps its forward. Not a Member, since its output is not split.
 
-    members    the communicator's name
-    partial    each rank's gradient of its parameters is a part of a sum
-    sharded    names of the parameters of which each rank holds a part, whose gradient is whole for that part
-    divided    names of the parameters that each rank adds to a sum
-    children   names of modules of which it may read parameters without calling them
-    below      of a stack of layers, and of each of them: names of modules in it, at any depth, whose gradients are
-               summed in one call. The stack's, if nobody holds its layers' parameters back until they run (FSDP2 does)
-    splits     some of its children are split, so that its own parameters may meet parts of heads
-    inside     it stands in such a module, in a layer
-    inner      the instance's own forward, where it has one
-    alike      its class's forward, where that is known to treat every token alike
+    members    name of the communicator
+    partial    each rank has only a partial sum of its parameters' gradients
+    sharded    names of the sharded parameters; the gradient of this rank's shard is complete
+    divided    names of the parameters that every rank adds to a sum over ranks
+    children   names of child modules whose parameters it may read without calling them
+    below      for a stack of layers and for each layer: names of modules inside, at any depth, whose gradients are
+               summed in one call. The stack's list is used unless its layers' parameters are held back until they run,
+               as FSDP2 does
+    splits     some of its children are split, so its own parameters may be applied to only some of the heads
+    inside     it is inside such a module, within the same layer
+    inner      the instance's own forward, if it has one
+    alike      its class's forward, if that is known to treat every token alike
     """
 
     members: str
@@ -168,22 +169,22 @@ class Own:
     seen: Seen = field(default_factory=Seen, compare=False)
 
     def trained(self, module: Any) -> list[str]:
-        """Names of the trained parameters that every rank holds whole."""
+        """Names of the trainable parameters that every rank holds whole."""
         own = module._parameters.items()
         return [name for name, p in own if p is not None and p.requires_grad and name not in self.sharded]
 
     def look(self, module: Any, inputs: Any) -> None:
-        """Learn from a call's inputs whether each rank has a part of the heads. Collective, until that is sure."""
+        """Learn from a call's inputs whether each rank has only some of the heads. Collective until that is known."""
         seen = self.seen
         seen.asking = False
         if self.partial or seen.inputs.differ is not None or self.world_size == 1 or not torch.is_grad_enabled():
             return
         leaves = tree_leaves(inputs)
         if any(isinstance(x, TokenShard) and x._rows.is_floating_point() and x._rows.numel() for x in leaves):
-            return  # every call of a norm comes here; a TokenShard's own methods take ten times as long
+            return  # every call of a norm gets here, so read _rows: a TokenShard's own methods take ten times as long
         if not self.trained(module):
             return
-        # by name: ranks differ in what is first
+        # by name: the order may differ between ranks
         floats = [x for _, x in named_leaves(inputs) if isinstance(x, Tensor) and x.is_floating_point()]
         if not floats or any(isinstance(x, TokenShard | DTensor) for x in floats):
             return
@@ -191,7 +192,7 @@ class Own:
         seen.asking = seen.inputs.differ is None
 
     def unknown(self, module: Any) -> bool:
-        """Whether what `look` and `look_at_gradient` learn is needed and missing: compiled code cannot ask ranks."""
+        """Whether results of `look` and `look_at_gradient` are needed but missing: compiled code cannot ask ranks."""
         if self.partial or self.seen.inputs.differ or self.world_size == 1 or not torch.is_grad_enabled():
             return False
         trained = self.trained(module)
@@ -203,7 +204,7 @@ class Own:
         return name not in self.seen.gradients or self.seen.gradients[name].differ is None
 
     def read(self, name: str, parameter: Tensor) -> Tensor:
-        """The plain tensor."""
+        """The parameter as a plain tensor, its gradient summed over ranks if it is partial."""
         if name in self.sharded:
             return local(parameter)
         if name in self.divided:
@@ -217,12 +218,12 @@ class Own:
         asked = self.splits and self.world_size > 1 and self._unanswered(name) and whole
         asked |= seen.asking and (whole or not isinstance(parameter, DTensor))
         if asked and own.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            own = own.view_as(own) if own is parameter else own  # others may read this one too
+            own = own.view_as(own) if own is parameter else own  # other modules may read the same parameter
             own.register_hook(partial(self.look_at_gradient, name, precision(own)))
         return own
 
     def look_at_gradient(self, name: str, bits: int, gradient: Tensor) -> Tensor:
-        """The same of a parameter's gradient, which is summed where it is a part. Collective, until that is sure."""
+        """As `look`, but from a parameter's gradient, which it sums if partial. Collective until that is known."""
         question = self.seen.gradients[name]
         differ = question.differ
         if differ is None:
@@ -231,7 +232,7 @@ class Own:
 
 
 class _Divided(Function):
-    """1 / W of a parameter that every rank adds to a sum over W ranks; each rank sees the whole gradient."""
+    """1 / W of a parameter that every rank adds to a sum over W ranks; every rank gets the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, world_size: int) -> Tensor:
@@ -244,12 +245,12 @@ class _Divided(Function):
 
 @dataclass(frozen=True, kw_only=True)
 class PartialSum(Own):
-    """A module of whose output each rank makes a part of a sum: experts, of which it has some features."""
+    """A module whose outputs are partial sums over ranks: experts, with some of their features on each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divided(Own):
-    """A module whose output others count in a sum over ranks, though every rank has all of it."""
+    """A module whose output enters a sum over ranks, although every rank has all of it."""
 
 
 # --- forwards ---------------------------------------------------------------------------------------------------
@@ -296,7 +297,7 @@ def embedding(self: Any, input: Tensor) -> Tensor:
 
 
 def own_embedding(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The same of a class with a forward of its own, which makes something of each row that it looks up."""
+    """The same for an embedding class with its own forward, which transforms each row that it looks up."""
     at: Vocabulary = self.parallel
     begin = sum(split(self.num_embeddings, at.world_size)[: at.rank])
     weight = local(self.weight)
@@ -315,7 +316,7 @@ def own_embedding(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
 
 
 def embedding_columns(self: Any, input: Tensor) -> Tensor:
-    """The forward of an embedding split over its features, which all ranks gather."""
+    """The forward of an embedding split over its features, which are then gathered on all ranks."""
     at: Vocabulary = self.parallel
     y = F.embedding(input, local(self.weight), self.padding_idx)
     widths = split(self.embedding_dim, at.world_size)
@@ -323,7 +324,7 @@ def embedding_columns(self: Any, input: Tensor) -> Tensor:
 
 
 def _summed(at: Vocabulary, y: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """A partial [*lead, H] -> the sum over ranks, its tokens split where a call's are."""
+    """A partial [*lead, H] -> the sum over ranks; its tokens are split if `splits` says so."""
     if not splits(at, lead):
         return all_reduce_sum(y, at.group, at.layer)
     tokens = tokens_of(at, lead)
@@ -332,8 +333,8 @@ def _summed(at: Vocabulary, y: Tensor, lead: tuple[int, ...]) -> Tensor:
 
 
 def splits(at: Rows | Vocabulary, lead: tuple[int, ...]) -> bool:
-    """Whether a call on [*lead, H] leaves each rank its rows; the same on all ranks."""
-    # in this order compiled code guards nothing
+    """Whether a call on [*lead, H] returns only this rank's rows; the same on all ranks."""
+    # in this order, compiled code gets no guards
     compiled = torch.compiler.is_compiling() or at.model.compiled
     return at.sequence_parallel and len(lead) > 0 and lead[-1] > 1 and not compiled
 
@@ -344,11 +345,11 @@ def tokens_of(at: Any, lead: tuple[int, ...]) -> Tokens:
 
 
 def own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of any other module: its parameters are plain local tensors while its own forward runs."""
+    """The forward of any other module: runs its own forward with its parameters as plain local tensors."""
     at: Own = self.parallel
     if at.alike is type(self).forward and len(args) == 1 and not kwargs:
         x = args[0]
-        if isinstance(x, TokenShard) and x.features:  # else its last dimension counts tokens
+        if isinstance(x, TokenShard) and x.features:  # otherwise its last dimension is tokens
             return each_token(self, x)
     if self._parameters and not torch.compiler.is_compiling():
         at.look(self, (args, kwargs))
@@ -373,16 +374,16 @@ def _refuse_unknown(context: Any) -> None:
 
 
 def _runs_again(module: Any) -> bool:
-    """Whether it is a layer of transformers whose class's forward checkpoints another one, inside."""
+    """Whether it is a transformers layer whose class forward runs its inner forward under activation checkpointing."""
     asked = getattr(module, "gradient_checkpointing", False) and module.training
     if not asked or torch.compiler.is_compiling():
         return False
-    wraps = hasattr(type(module).forward, "__wrapped__")  # and nobody has put another one there
+    wraps = hasattr(type(module).forward, "__wrapped__")  # and the class's forward has not been replaced
     return wraps and any(each.__name__ == "GradientCheckpointingLayer" for each in type(module).__mro__)
 
 
 def _opened_inside(self: Any, args: Any, kwargs: Any) -> Any:
-    """The forward of such a layer, its parameters plain inside of what runs again in backward."""
+    """The forward of such a layer; its parameters are plain tensors inside the function that backward runs again."""
     checkpoint = self._gradient_checkpointing_func
 
     def inside(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
@@ -400,7 +401,7 @@ def _opened_inside(self: Any, args: Any, kwargs: Any) -> Any:
 
 
 def each_token(self: Any, x: TokenShard) -> TokenShard:
-    """The forward of a module that treats every token alike, see by_token.py: on this rank's rows, as plain tensors."""
+    """The forward of a module that treats every token alike (see by_token.py): runs on this rank's rows as a tensor."""
     at, rows, parameters = self.parallel, x.local, self._parameters
     kept = dict(parameters)
     try:
@@ -416,8 +417,8 @@ def each_token(self: Any, x: TokenShard) -> TokenShard:
 def mla_down_projection(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The projection to a latent and rotary keys (DeepSeek-V2, section 2.1), replicated.
 
-    The latent goes on to a split projection, whose input's gradient is complete; the keys go straight to this rank's
-    heads, which have a part of theirs each.
+    The latent goes into a split projection, which returns a complete input gradient. The keys go directly to this
+    rank's heads, so their gradient is partial.
     """
     y: Tensor = own_forward(self, *args, **kwargs)
     width = self.parallel.rotary_width
@@ -427,7 +428,7 @@ def mla_down_projection(self: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def partial_sum(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module that makes a part of a sum of the same tokens on every rank."""
+    """The forward of a module that computes a partial sum for the same tokens on every rank."""
     at: PartialSum = self.parallel
     every = [x for x in (*args, *kwargs.values()) if isinstance(x, TokenShard)]
     args, kwargs = tree_map(_for_parts(at.members, every), (args, kwargs))
@@ -440,9 +441,9 @@ def partial_sum(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _for_parts(group: str, shards: Sequence[TokenShard] = ()) -> Callable[[Any], Any]:
-    """What every rank holds alike, for a use of which each has a part: the gradient is summed.
+    """A function that prepares an input of partial sums: gathers its tokens; its gradient is summed over ranks.
 
-    shards   some of what it will be given, which are gathered in one call
+    shards   TokenShards that will be passed to it; they are gathered in one call
     """
     gathered: dict[int, Tensor] = {}
     if len(shards) > 1 and len({x.tokens.sizes for x in shards}) == 1:
@@ -463,13 +464,13 @@ def _for_parts(group: str, shards: Sequence[TokenShard] = ()) -> Callable[[Any],
 
 
 def enter(shared: Model, module: Any, args: Any) -> None:
-    """A hook before the forward of a model and of its stacks of layers: whether anything in it is compiled by now."""
+    """A forward pre-hook of the model and of its stacks of layers: notes whether anything inside is compiled by now."""
     if not shared.compiled:
         shared.compiled = torch.compiler.is_compiling() or any(map(is_compiled, module.modules()))
 
 
 def leave(model: Any, args: Any, outputs: Any) -> Any:
-    """A hook after a model's forward: its outputs as plain tensors, but for logits to make a loss of."""
+    """A hook after the model's forward: converts outputs to plain tensors, except logits that need a gradient."""
     for siblings in model._fusedtp.siblings:
         siblings.forget()
     if model._fusedtp.watched is not None:
@@ -486,7 +487,7 @@ def leave(model: Any, args: Any, outputs: Any) -> Any:
 
 
 def divided(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The forward of what every rank adds to a sum, though it is the same on all."""
+    """The forward of a module that every rank adds to a sum, although its output is the same on all ranks."""
     return own_forward(self, input / self.parallel.world_size, *args, **kwargs)
 
 
@@ -494,7 +495,7 @@ def divided(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _plain_parameters(module: Any) -> Iterator[None]:
     at: Own = module.parallel
     children = [module._modules[name] for name in at.children]
-    # where ranks have parts of heads, a module looks at its parameters' gradients itself
+    # if ranks have different heads, a module checks the gradients of its parameters itself
     modules = [module, *(each for each in children if not _splits(each))]
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
     with opened([(module, name) for name in at.below], at.members) if at.below else nullcontext():
@@ -502,7 +503,7 @@ def _plain_parameters(module: Any) -> Iterator[None]:
             for each in modules:
                 for name, parameter in each._parameters.items():
                     if parameter is None or (each is not module and not _is_on_one_mesh(parameter)):
-                        continue  # a child that FSDP2 still holds in parts
+                        continue  # a child that FSDP2 still keeps sharded
                     kept.append((each._parameters, name, parameter))
                     each._parameters[name] = at.read(name, parameter) if each is module else local(parameter)
             yield
@@ -512,7 +513,7 @@ def _plain_parameters(module: Any) -> Iterator[None]:
 
 
 def sum_apart(model: nn.Module) -> None:
-    """For a backward in two passes: torch cannot defer the gradient of parameters that one node of the graph reads."""
+    """For a two-pass backward: if one graph node reads several parameters, torch cannot defer their gradients."""
     for module in model.modules():
         at = getattr(module, "parallel", None)
         if isinstance(at, Own) and at.below:
@@ -534,10 +535,10 @@ def _is_on_one_mesh(parameter: Tensor) -> bool:
 
 
 class Foreign(Style):
-    """A module that keeps its forward, and the base of those that do not.
+    """A module that keeps its forward; also the base class of the styles that replace it.
 
-    model   what the modules of one model share
-    named   its own parameters that a plan names -> the plan's word
+    model   state shared by the modules of one model
+    named   its own parameters that the plan names -> the plan's style name
     """
 
     def __init__(
@@ -566,7 +567,7 @@ class Foreign(Style):
         ]
 
     def placement(self, name: str, parameter: Tensor) -> Placement:
-        """How one of the module's own parameters lies."""
+        """The placement of one of the module's own parameters."""
         word = self.named.get(name)
         return Replicate() if word is None else PARAMETERS[word](name, parameter.dim())
 
@@ -595,7 +596,7 @@ class Foreign(Style):
 
 
 class PartialGradients(Foreign):
-    """A replicated module that sees a part of the heads, so that its gradients are parts of a sum."""
+    """A replicated module that sees only some of the heads, so that its gradients are partial sums."""
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         install(module, Own(**self.own(module, comm), partial=True), own_forward)
@@ -634,10 +635,10 @@ class Shared(Foreign):
 class Colwise(Foreign):
     """Output features split over ranks.
 
-    gather_output   give every rank all of them
-    head_dim        the features are heads of this width: where there are fewer of them than ranks (kv heads), the
-                    weight is replicated and a rank uses its head's rows
-    packed          the features are of so many matrices, one after the other, and each is split
+    gather_output   return all features on every rank
+    head_dim        the features are heads of this width: if there are fewer heads than ranks (kv heads), the weight is
+                    replicated and each rank uses the rows of its head
+    packed          number of matrices concatenated along the features; each of them is split
     """
 
     def __init__(self, model: Model, *, gather_output: bool = False, packed: int = 1, **options: Any) -> None:
@@ -724,11 +725,11 @@ class EmbeddingColumns(Embedding):
 
 
 def _features(name: str, dims: int) -> int:
-    """The dimension of output features: that before the last, of [out, in] and [experts, out, in]."""
+    """The dimension of output features: the second to last of [out, in] and [experts, out, in]."""
     return max(dims - 2, 0)
 
 
-# How a plan's word splits a parameter that it names, which no forward of ours touches.
+# Style name -> placement, for parameters that a plan names directly; the module keeps its own forward.
 PARAMETERS: dict[str, Callable[[str, int], Placement]] = {
     "colwise": lambda name, dims: Shard(_features(name, dims)),
     "rowwise": lambda name, dims: Replicate() if name == "bias" else Shard(dims - 1),
@@ -742,7 +743,7 @@ PARAMETERS: dict[str, Callable[[str, int], Placement]] = {
 
 
 def _uneven(name: str, parameter: Tensor, placement: Placement, world_size: int) -> list[str]:
-    """Packed matrices must divide: DTensor puts uneven parts of them together wrongly."""
+    """Packed matrices must divide evenly: DTensor reassembles uneven parts wrongly."""
     if not isinstance(placement, StridedShard):
         return []
     each, rest = divmod(int(parameter.shape[placement.dim]), int(placement.split_factor))
@@ -752,7 +753,7 @@ def _uneven(name: str, parameter: Tensor, placement: Placement, world_size: int)
 
 
 def _unaligned(module: Any, name: str, parameter: Tensor, placement: Placement, world_size: int) -> list[str]:
-    """Rows of experts' weights for torch's grouped_mm, by which transformers multiplies them: multiples of 16 bytes."""
+    """Rows of expert weights must be multiples of 16 bytes for torch's grouped_mm, which transformers uses for them."""
     kind = getattr(getattr(module, "config", None), "_experts_implementation", None)
     split_rows = isinstance(placement, Shard) and placement.dim % parameter.dim() == 2 == parameter.dim() - 1
     if kind != "grouped_mm" or not split_rows:
@@ -767,7 +768,7 @@ def _unaligned(module: Any, name: str, parameter: Tensor, placement: Placement, 
 
 
 def install(module: Any, parallel: Any, forward: Callable[..., Any]) -> None:
-    """Set module.parallel, and a forward that asks it."""
+    """Set module.parallel, and a forward that uses it."""
     inner = module.__dict__.get("forward")
     if inner is not None and isinstance(parallel, Own):
         parallel = replace(parallel, inner=inner)
@@ -776,7 +777,7 @@ def install(module: Any, parallel: Any, forward: Callable[..., Any]) -> None:
 
 
 def faults_of_linear(module: Any) -> list[str]:
-    """Why a module's forward cannot be replaced by that of a split linear."""
+    """Why a module's forward cannot be replaced by the forward of a split linear."""
     weight = getattr(module, "weight", None)
     if not isinstance(module, nn.Linear) or not isinstance(weight, Tensor) or weight.dim() != 2:
         return [f"{type(module).__name__} is no linear layer with a weight [out_features, in_features]"]

@@ -1,8 +1,8 @@
-"""A plan for a model of others: every module's style, with all faults found before anything is changed.
+"""Apply a plan to a third-party model: a style for every module; all faults are found before anything is changed.
 
-The words are those of transformers' plans (see foreign.py). A pattern names modules or parameters; that of a model's
-own plan may name none, since a plan is one for many configurations, but one that the user wrote may not. What no
-pattern names keeps its forward and its parameters whole.
+The style names are those of transformers' plans (see foreign.py). A pattern matches modules or parameters. A pattern
+of the model's own plan may match nothing, since one plan serves many configurations; one that the user wrote must
+match. Modules that no pattern matches keep their forward, and their parameters stay whole.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ WORDS: dict[str, Callable[..., Foreign]] = Words({
     **OF_LOCAL_VIEW,
 })  # fmt: skip
 
-# A module with such an argument attends to other tokens than those it asks for.
+# A module with such an argument does cross-attention: keys and values come from other tokens than queries.
 OTHER_TOKENS = {"key_value_states", "encoder_hidden_states", "cross_attention_states", "memory", "context"}
 KEY_OR_VALUE = re.compile(r"w?[kv](_proj|_lin)?|(key|value)(_proj|_layer)?")
 QUERY = re.compile(r"w?q(_proj|_lin)?|query(_proj|_layer)?")
 
-# What PEFT's layers have besides A and B -> whose it is.
+# Attributes of PEFT layers besides A and B -> the method that they belong to.
 UNSPLIT_ADAPTERS = {
     "lora_embedding_A": "", "lora_magnitude_vector": " (DoRA)", "lora_variant": "", "lora_E": " (AdaLoRA)",
 }  # fmt: skip
@@ -91,11 +91,11 @@ def adopt(
     sequence_parallel: bool = True,
     whole: Mapping[str, str] | None = None,
 ) -> None:
-    """Split a model of others over the ranks of a mesh, in place. Collective.
+    """Split a third-party model over the ranks of a mesh, in place. Collective.
 
-    complete   every pattern of the plan must name something
+    complete   every pattern of the plan must match something
     whole      module -> why it is not split, for explain
-    Raises ValueError that lists every fault; nothing is changed then.
+    Raises one ValueError that lists every fault; the model is then unchanged.
     """
     comm = communicator(mesh)
     shared = Model(comm.name, whole=dict(whole or {}))
@@ -117,7 +117,7 @@ def adopt(
     model._fusedtp = shared  # type: ignore[assignment]
     _introduce(model, mesh, comm.world_size)
     model.register_forward_pre_hook(check_same_inputs, with_kwargs=True)
-    for module in model.modules():  # stacks are called without the model too
+    for module in model.modules():  # stacks may also be called without the model
         if module is model or any(isinstance(child, nn.ModuleList) for child in module.children()):
             module.register_forward_pre_hook(partial(enter, shared))
     if isinstance(mesh, DeviceMesh):  # virtual ranks share one generator
@@ -126,12 +126,12 @@ def adopt(
 
 
 def check_plan(model: nn.Module, mesh: Mesh, plan: Mapping[str, str], *, complete: bool) -> None:
-    """Raises ValueError that lists every fault of a plan; changes nothing."""
+    """Raises one ValueError that lists every fault of a plan; changes nothing."""
     foreign_steps(model, plan, communicator(mesh).world_size, has_more_dimensions(mesh), Model(), complete)
 
 
 def foreign_ways(model: nn.Module, mesh: Mesh, plan: Mapping[str, str]) -> dict[str, Way]:
-    """How adopt would place every parameter; a shared one under its first name. Raises ValueError as check_plan."""
+    """How adopt would place each parameter; a tied one has its first name. Raises ValueError as check_plan does."""
     world_size = communicator(mesh).world_size
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, Way] = {}
@@ -142,10 +142,10 @@ def foreign_ways(model: nn.Module, mesh: Mesh, plan: Mapping[str, str]) -> dict[
 
 
 def _introduce(model: Any, mesh: Mesh, world_size: int) -> None:
-    """Tell transformers, and with it Trainer and accelerate, what they know of models that they split themselves:
+    """Set what transformers sets on a model that it split itself, so that Trainer and accelerate treat it likewise.
 
-    ranks that share a batch, that gradients are whole already, and that saving has to gather. Embeddings keep their
-    size, and torch's encoder does not put rows without padding together.
+    They then know which ranks share a batch, that gradients are complete, and that saving has to gather. Also disables
+    resizing of embeddings, and nested tensors in torch's encoder.
     """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
@@ -180,11 +180,11 @@ def foreign_steps(
     complete: bool,
     **options: Any,
 ) -> list[Step]:
-    """The style of every module that has parameters or stands in the plan.
+    """The style of every module that has parameters or is named in the plan.
 
-    fully_sharded   the mesh has further dimensions, so that FSDP2 will shard what is left
-    complete        every pattern must name a module
-    Raises ValueError that lists all faults of the plan, the model and the world size together.
+    fully_sharded   the mesh has further dimensions, so FSDP2 will shard the rest
+    complete        every pattern must match a module or parameter
+    Raises one ValueError that lists all faults of the plan, the model and the world size.
     """
     named = dict(model.named_modules())
     words, parameters, faults = _named_by(plan, model, named, complete)
@@ -223,7 +223,7 @@ def foreign_steps(
 def _named_by(
     plan: Mapping[str, str], model: nn.Module, named: Mapping[str, Any], complete: bool
 ) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Module -> word, parameter -> word, and what is wrong."""
+    """Module -> style name, parameter -> style name, and the faults found."""
     words: dict[str, str] = {}
     parameters: dict[str, str] = {}
     faults: list[str] = []
@@ -255,7 +255,7 @@ def _named_by(
 
 
 def _sums_of_wholes(named: Mapping[str, Any], styles: Mapping[str, Foreign], world_size: int) -> list[str]:
-    """Modules whose outputs ranks would add, though each computes all: quantized weights may have other names."""
+    """Faults: modules with outputs summed over ranks, but no split parameter (quantized weights may be renamed)."""
     split = [
         name
         for name, style in styles.items()
@@ -270,15 +270,15 @@ def _sums_of_wholes(named: Mapping[str, Any], styles: Mapping[str, Foreign], wor
 
 
 def _adapt(words: dict[str, str], named: Mapping[str, Any]) -> list[str]:
-    """Give what the plan says of an adapted linear (PEFT's LoRA) to the linear inside, and to the half beside it.
+    """Move the style of an adapted linear (PEFT's LoRA) to the base linear inside, and to A or B.
 
-    x A B is added to x W: where W's output features are split, so are B's; where its input features are, so are A's.
+    x A B is added to x W: if W's output features are split, B's must be too; if W's input features are, A's must be.
     """
     faults: list[str] = []
     for name, word in list(words.items()):
         module = named[name]
         if hasattr(module, "original_module") and hasattr(module, "modules_to_save"):
-            del words[name]  # of PEFT's wrapper; the copies inside are trained whole
+            del words[name]  # PEFT's wrapper; the copies inside, which are trained in full, get the style
             copies = (f"modules_to_save.{adapter}" for adapter in module.modules_to_save)
             words |= {f"{name}.{copy}": word for copy in ("original_module", *copies)}
             continue
@@ -300,7 +300,7 @@ def _adapt(words: dict[str, str], named: Mapping[str, Any]) -> list[str]:
 
 
 def _keeps_all(word: str, module: Any) -> bool:
-    """An embedding with parameters besides its table, of which it makes something for every token."""
+    """Whether an embedding must stay replicated: it applies parameters besides its table to every token."""
     others = sum(1 for _ in module.parameters()) > 1
     return word.startswith("embedding") and (
         others or (word == "embedding_colwise" and type(module).forward is not nn.Embedding.forward)
@@ -308,7 +308,7 @@ def _keeps_all(word: str, module: Any) -> bool:
 
 
 def _head(model: Any) -> Any:
-    """The linear layer that makes logits; None where the model names none."""
+    """The linear layer that computes the logits; None if the model does not name one."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
@@ -319,7 +319,7 @@ def _rotary_width(model: Any) -> int | None:
 
 
 def _readers(named: Mapping[str, Any], styles: dict[str, Foreign], make: Callable[[], Foreign]) -> None:
-    """Tell modules which of their children keep their parameters whole: code reads such without calling the child."""
+    """Tell modules which children keep their parameters whole: code may read those without calling the child."""
     plain = {name for name, style in styles.items() if type(style) in (Foreign, PartialGradients)}
     for name, style in list(styles.items()):
         parent = parent_of(name)
@@ -338,7 +338,7 @@ def _readers(named: Mapping[str, Any], styles: dict[str, Foreign], make: Callabl
         while len(outer) > len(_layer_of(name)):
             style.inside |= outer in styles and styles[outer].splits
             outer = parent_of(outer)
-    # not the order of a set, in which ranks differ: gradients are summed side by side
+    # in dict order, since a set's order differs between ranks and gradients are summed in one buffer
     for name in [name for name in styles if name in plain]:
         if styles[name].children or styles[name].splits or styles[name].named:
             continue
@@ -350,7 +350,7 @@ def _readers(named: Mapping[str, Any], styles: dict[str, Foreign], make: Callabl
 
 
 def _layer_of(name: str) -> str:
-    """model.layers.3.self_attn.q_norm -> model.layers.3; the name itself where it is in no list of modules."""
+    """model.layers.3.self_attn.q_norm -> model.layers.3; the name itself if it is not inside a list of modules."""
     parts = name.split(".")
     ends = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: ends[0] + 1]) if ends else name
@@ -360,7 +360,7 @@ _FORWARD_OF_NONE = nn.ModuleList.forward
 
 
 def _tie(named: Mapping[str, Any], styles: dict[str, Foreign], style_of: Callable[[str], Foreign]) -> None:
-    """An embedding and a head that are one parameter: where the plan splits one of them, so the other."""
+    """A tied embedding and head: if the plan splits one of them, split the other too."""
     owners: dict[int, list[str]] = {}
     for name in styles:
         weight = getattr(named[name], "weight", None)
@@ -384,7 +384,7 @@ def _tie(named: Mapping[str, Any], styles: dict[str, Foreign], style_of: Callabl
 
 
 def _heads(named: Mapping[str, Any], styles: Mapping[str, Foreign], world_size: int) -> list[str]:
-    """Tell key and value projections how wide heads are; what is wrong with their number."""
+    """Set the head width of key and value projections; returns faults of the number of heads."""
     attentions: dict[str, dict[str, Colwise]] = {}
     for name, style in styles.items():
         if isinstance(style, Colwise) and not style.gather_output:
@@ -416,7 +416,7 @@ def _heads(named: Mapping[str, Any], styles: Mapping[str, Foreign], world_size: 
 
 
 def _head_width(attention: Any, projection: str) -> int:
-    """How wide this projection's heads are; 0: not known."""
+    """The width of this projection's heads; 0 if unknown."""
     width = getattr(attention, "head_dim", None)
     if "v" in projection:
         width = getattr(attention, "v_head_dim", width)
@@ -424,7 +424,7 @@ def _head_width(attention: Any, projection: str) -> int:
 
 
 def _regroup_heads(named: Mapping[str, Any], steps: list[Step], world_size: int) -> None:
-    """Attention that repeats kv heads: where ranks share them, each rank's query heads are of one of them."""
+    """Adjust attention that repeats kv heads: if ranks share kv heads, each rank's query heads use only one of them."""
     for step in steps:
         attention = named[parent_of(_without_adapter(step.name))]
         groups = getattr(attention, "num_key_value_groups", None)
@@ -435,7 +435,7 @@ def _regroup_heads(named: Mapping[str, Any], steps: list[Step], world_size: int)
 
 
 def _without_adapter(name: str) -> str:
-    """Of a linear inside of an adapted one, the name of that one: see _adapt."""
+    """The name of the adapted linear that this linear is inside of, see _adapt."""
     return re.sub(r"\.(base_layer|lora_[AB]\.[^.]+)$", "", name)
 
 
@@ -444,7 +444,7 @@ def _last(name: str) -> str:
 
 
 def _group_siblings(named: Mapping[str, Any], styles: Mapping[str, Foreign], shared: Model) -> None:
-    """Column-parallel linears of one module with inputs of one width, which are taken to be one input."""
+    """Group column-parallel linears of one module by input width; equal widths are assumed to be the same input."""
     groups: dict[tuple[Any, ...], Siblings] = {}
     for name, style in styles.items():
         if isinstance(style, Colwise):

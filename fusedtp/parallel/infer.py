@@ -1,15 +1,15 @@
-"""A plan for a model that brings none, from what its modules do: guessed from widths, kept where a trial proves it.
+"""Infer a plan for a model that has none: guess it from layer widths, keep what a trial proves.
 
-    observe    run a small copy of the model, or each module that takes hidden states alone; note which linear layers
-               run, in which order, on which inputs, and what every module is called with
-    guess      a linear layer of K inputs, and before it linear layers on one other input that make K features, or two
-               or three times K (packed), or query features K and fewer key and value features
-    try        the smallest module around them, whole and as ranks (trial.py), with each way to pack them and to tell
-               the module's code about local widths (local_view.py); the first that gives the same is taken
-    conclude   all that was taken at once, in the whole copy, where that could be run
+    observe    run a small copy of the model, or run its modules that take hidden states one by one; record which
+               linear layers run, in which order, on which inputs, and the arguments of every module
+    guess      pair a linear layer of K inputs with earlier linear layers that share another input and output K
+               features, two or three times K (packed), or K query features and fewer key and value features
+    try        run the smallest module around them whole and split over ranks (trial.py), with each kind of packing and
+               each way to show local widths to the module's code (local_view.py); take the first that matches
+    conclude   try everything taken at once in the whole copy, if that can be run
 
 Layers of one kind (same classes, shapes and settings) are tried once. What no trial proves stays whole, and `Inferred`
-says why. Nothing is asked of names, but for heads: an attribute with "head" in its name counts them.
+says why. Names are not used, with one exception: an attribute with "head" in its name is a number of heads.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from .styles import computed
 from .trial import Inputs, Trial, random_copy, sharing
 from .twin import NoTwin, twin_of
 
-# Above so many elements a module is not run as a whole: its children are.
+# A module with more elements than this is not run as a whole; its children are run instead.
 LARGEST = 500_000_000
 LARGEST_MODEL = 20_000_000
 BATCH, LENGTH = 2, 5
 NEEDS = " needs "
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 COUNTS_HEADS = re.compile(r"(?!.*(dim|size|width|group)).*head.*")
-# Attributes that may equal a width and count something else.
+# Attributes that may equal a width by chance but count something else.
 NO_WIDTH = re.compile(r"block|pos|seq|len|context|window|max|vocab|bucket|layer|rank")
 
 
 class Inferred(NamedTuple):
-    """What was found.
+    """The result of a search.
 
-    plan     pattern of module names -> word
+    plan     pattern of module names -> style name
     whole    pattern of linear layers -> why they are not split
     """
 
@@ -56,7 +56,7 @@ class Inferred(NamedTuple):
 
 
 def infer_or_refuse(model: nn.Module, world_size: int, sequence_parallel: bool) -> Inferred:
-    """`infer`. Raises ValueError that says for each linear layer why it cannot be split, where none can."""
+    """`infer`; if no linear layer can be split, raises ValueError that says why for each of them."""
     found = infer(model, world_size, sequence_parallel)
     if not found.plan and found.whole:
         advice = "it has no tp_plan and none could be inferred; give one, as plan={'...up_proj': 'colwise'}"
@@ -65,10 +65,10 @@ def infer_or_refuse(model: nn.Module, world_size: int, sequence_parallel: bool) 
 
 
 def infer(model: nn.Module, world_size: int, sequence_parallel: bool = True) -> Inferred:
-    """A plan in the words of foreign_plan.py that was proved over so many virtual ranks, and what stays whole.
+    """A plan with style names of foreign_plan.py, proved over world_size virtual ranks, and what stays whole.
 
-    Both are empty where nothing can be split. Runs copies of the model's modules on the CPU; the model is neither run
-    nor changed.
+    Both are empty if nothing can be split. Runs copies of the model's modules on the CPU; the model itself is neither
+    run nor changed.
     """
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     if any(hasattr(m, "parallel") for m in model.modules()):
@@ -84,7 +84,7 @@ def infer(model: nn.Module, world_size: int, sequence_parallel: bool = True) -> 
 
 
 def _twin(model: Any) -> nn.Module | None:
-    """A small copy of a transformers model, with as many heads as it has itself."""
+    """A small copy of a transformers model, with the same number of heads."""
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
     try:
         with _seeding:
@@ -95,7 +95,7 @@ def _twin(model: Any) -> nn.Module | None:
 
 @dataclass
 class Seen:
-    """What one run showed.
+    """Records of one run.
 
     root     the module that ran
     inputs   module -> arguments of its first call
@@ -109,14 +109,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What trials of a module's candidate gave: names inside it -> words, or why there are none."""
+    """The result of trying candidates on a module: names inside it -> style names, or why there are none."""
 
     words: dict[str, str]
     why: str = ""
 
 
 class Search:
-    """One search over a model or its small copy, of the model `real`."""
+    """One search over `model`, which is the model `real` or its small copy."""
 
     def __init__(self, model: nn.Module, real: nn.Module, world_size: int, sequence_parallel: bool) -> None:
         self.real = {generic(name): module for name, module in real.named_modules()}
@@ -145,7 +145,7 @@ class Search:
     # --- observe ---------------------------------------------------------------------------------------------
 
     def _observed(self, name: str, module: nn.Module) -> Iterator[tuple[Seen, nn.Module]]:
-        """Runs of the outermost modules that can be run."""
+        """Records of running the outermost modules that can be run."""
         elements = sum(p.numel() for p in module.parameters())
         linears = [m for m in module.modules() if is_linear(m)]
         if len(linears) < 2:
@@ -167,7 +167,7 @@ class Search:
     # --- guess -----------------------------------------------------------------------------------------------
 
     def _as_rows(self, seen: Seen, copied: nn.Module, row: str, x: Tensor) -> None:
-        """Try this linear layer as the row-parallel end of layers that ran before."""
+        """Try this linear layer as the row-parallel partner of layers that ran before it."""
         for columns in self._columns(seen, row, x):
             unit = _around([row, *columns], self.named, seen)
             if unit is None:
@@ -182,7 +182,7 @@ class Search:
                 self.why[name] = _telling(self.why.get(name, ""), verdict.why)
 
     def _columns(self, seen: Seen, row: str, x: Tensor) -> list[list[str]]:
-        """Groups of layers with one input, the latest first, whose features the row may take."""
+        """Groups of layers with a common input, latest first, that may produce the features the row consumes."""
         width = features_of(self.named[row])[0]
         before = seen.calls[: next(i for i, (name, _) in enumerate(seen.calls) if name == row)]
         groups: dict[Any, list[str]] = {}
@@ -199,7 +199,7 @@ class Search:
                 found.append(names)
         among = [name for names in groups.values() for name in names if parent_of(name) == parent_of(row)]
         exact = [name for name in among if features_of(self.named[name])[1] == width]
-        return found[:3] + [exact] * (len(exact) > 1 and exact not in found)  # attention to other tokens
+        return found[:3] + [exact] * (len(exact) > 1 and exact not in found)  # cross-attention
 
     # --- try -------------------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class Search:
     def _trial(self, seen: Seen, copied: nn.Module, unit: str) -> Trial | str:
         key = (seen.root, unit)
         if key not in self.trials:
-            self.trials.clear()  # one at a time: each holds gradients
+            self.trials.clear()  # keep only one: each holds gradients
             inside = copied.get_submodule(_within(seen.root, unit))
             try:
                 self.trials[key] = Trial(
@@ -245,13 +245,16 @@ class Search:
     # --- conclude --------------------------------------------------------------------------------------------
 
     def _conclude(self, seen: Seen) -> None:
-        """Prove all together, else kind by kind, without what breaks the whole; then add embedding and head."""
+        """Prove all units together; if that fails, add them kind by kind, dropping those that break the whole model.
+
+        Then add the embedding and the head.
+        """
         try:
             trial = Trial(
                 random_copy(self.model), seen.inputs[""], self.world_size, parts=False,
                 sequence_parallel=self.sequence_parallel,
             )  # fmt: skip
-        except Exception:  # its units ran, but it has no output to compare
+        except Exception:  # its units ran, but the model has no output to compare
             return
         if self.words and trial.verdict(self.words):
             kinds: dict[tuple[str, ...], dict[str, str]] = {}
@@ -274,7 +277,7 @@ class Search:
                 break
 
     def _drop_shared(self) -> None:
-        """Leave units whole of whose parameters some are used outside of all units, too."""
+        """Leave a unit whole if some of its parameters are also used outside of all units."""
         names: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
@@ -295,10 +298,10 @@ class Search:
             self.units = [each for each in self.units if each[0] not in bad]
             self.words = {name: word for _, found in self.units for name, word in found.items()}
 
-    # --- what it comes to ------------------------------------------------------------------------------------
+    # --- result ----------------------------------------------------------------------------------------------
 
     def result(self, model: nn.Module, explicit: bool) -> Inferred:
-        """Patterns where all modules of a kind have one word; else names, where those are the model's own."""
+        """Patterns if all modules of a kind have the same style; otherwise names, if explicit (not from a twin)."""
         plan: dict[str, str] = {}
         whole: dict[str, str] = {}
         for name, word in self.words.items():
@@ -326,7 +329,7 @@ class Search:
 
 
 def _guesses(module: Any) -> Iterator[Inputs]:
-    """Inputs that it might take: what its class says, token ids, hidden states."""
+    """Inputs that it might accept: those that its class names, token ids, hidden states."""
     generator = torch.Generator().manual_seed(1)
     config: Any = getattr(module, "config", None)
     main = getattr(module, "main_input_name", "")
@@ -353,7 +356,7 @@ def _guesses(module: Any) -> Iterator[Inputs]:
 
 
 def _required(module: Any) -> list[inspect.Parameter]:
-    """Arguments that its forward needs, and its first one."""
+    """The first argument of its forward and those without defaults."""
     kinds = (
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -364,7 +367,7 @@ def _required(module: Any) -> list[inspect.Parameter]:
 
 
 def _observe(root: str, copied: nn.Module, inputs: Inputs) -> Seen | None:
-    """Run it once; None where it raises."""
+    """Run it once; None if it raises."""
     seen = Seen(root)
     handles = []
 
@@ -393,12 +396,12 @@ def _observe(root: str, copied: nn.Module, inputs: Inputs) -> Seen | None:
 
 
 def _key(x: Tensor) -> tuple[Any, ...]:
-    """Two calls with the same of this have one input; the run keeps all inputs alive."""
+    """Calls with equal keys have the same input; the run keeps all inputs alive, so data_ptr identifies them."""
     return x.data_ptr(), x.numel()
 
 
 def _around(names: list[str], named: dict[str, Any], seen: Seen) -> str | None:
-    """The smallest module around them that ran."""
+    """The smallest module that ran and contains all of them."""
     at = parent_of(names[0])
     while True:
         inside = all(name.startswith(_below(at)) for name in names)
@@ -410,7 +413,7 @@ def _around(names: list[str], named: dict[str, Any], seen: Seen) -> str | None:
 
 
 def _across(name: str, row: str, named: dict[str, Any]) -> bool:
-    """Whether a stack lies between them: they are in two of its layers, or one is in it and one is not."""
+    """Whether a stack separates them: they are in different layers of it, or only one of them is in it."""
     ours, theirs = name.split("."), row.split(".")
     common = 0
     while ours[common] == theirs[common]:
@@ -426,7 +429,7 @@ def _across(name: str, row: str, named: dict[str, Any]) -> bool:
 
 
 def _widths(module: nn.Module | None, columns: list[str], row: str) -> set[str]:
-    """Names of attributes right around these layers that say how many features are between them."""
+    """Names of attributes, on modules directly around these layers, that hold the number of features between them."""
     try:
         linears = {name: module.get_submodule(name) for name in (*columns, row)} if module is not None else {}
     except AttributeError:
@@ -444,7 +447,7 @@ def _widths(module: nn.Module | None, columns: list[str], row: str) -> set[str]:
 def _candidates(
     module: Any, columns: list[str], row: str, taken: dict[str, str], wide: set[str]
 ) -> Iterator[dict[str, str]]:
-    """Words for these layers and the modules around them, the likeliest first."""
+    """Candidate style names for these layers and the modules around them, the likeliest first."""
     inside = {name: module.get_submodule(name) for name in (*columns, row)}
     prefix = {name: "conv1d_" if is_conv1d(each) else "" for name, each in inside.items()}
     width, outs = features_of(inside[row])[0], [features_of(inside[name])[1] for name in columns]
@@ -481,7 +484,7 @@ def _parents(names: list[str]) -> list[str]:
 
 
 def _attributes(module: Any, linears: list[str]) -> dict[str, int]:
-    """Whole numbers above one that the modules right around these layers keep."""
+    """Attributes of the modules directly around these layers that are integers above one."""
     found: dict[str, int] = {}
     for at in dict.fromkeys((*_parents(linears), "")):
         each = module.get_submodule(at) if at else module
@@ -490,7 +493,7 @@ def _attributes(module: Any, linears: list[str]) -> dict[str, int]:
 
 
 def _ends(model: Any, named: dict[str, Any], seen: Seen) -> dict[str, str]:
-    """The embedding of tokens and the head: what a transformers model names, else the largest and the last to run."""
+    """Token embedding and head: those that a transformers model names, else the largest embedding, the last linear."""
     tables = [m for m in named.values() if isinstance(m, nn.Embedding)]
     first: Any = max(tables, key=lambda m: m.num_embeddings, default=None)
     last: Any = named[seen.calls[-1][0]] if seen.calls else None
@@ -515,8 +518,8 @@ INDEX = re.compile(r".*(idx|index|layer_(id|number)).*")
 
 
 def _fingerprint(module: nn.Module) -> tuple[Any, ...]:
-    """What two modules of one kind have in common: classes, shapes, settings, functions. Their number in a stack counts
-    where the class's code, but for its __init__, reads it; transformers reads it to find a cache."""
+    """Equal for two modules of one kind: classes, shapes, settings, functions. Their index in a stack is included only
+    if code of the class other than __init__ reads it; transformers code is skipped: it reads it to find a cache."""
     found: list[Any] = []
     for name, each in module.named_modules():
         kind: Any = type(each)
@@ -528,7 +531,7 @@ def _fingerprint(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _setting(value: Any) -> Any:
-    """Equal where two modules' attributes are; functions that close over something are equal to themselves only."""
+    """Equal if the attributes of two modules are equal; a function with a closure is only equal to itself."""
     if type(value) in SIMPLE:
         return value
     if isinstance(value, (tuple, list)):
@@ -546,7 +549,7 @@ def _setting(value: Any) -> Any:
 
 @cache
 def _reads(kind: Any) -> frozenset[str]:
-    """Names that the code of a class reads after it was made."""
+    """Names that the code of a class reads outside __init__."""
     theirs = [
         each for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("builtins", "torch", "transformers")
     ]
@@ -561,7 +564,7 @@ def _reads(kind: Any) -> frozenset[str]:
 
 
 def _telling(first: str, second: str) -> str:
-    """Of two reasons the one that says more: values that differ, or what ranks cannot share, not an error of torch."""
+    """The more informative of two reasons: values that differ or what ranks cannot share, rather than a torch error."""
 
     def says(why: str) -> int:
         return 0 if NEEDS in why else 1 if re.search(r"\b(?!ValueError)\w+(Error|Exception): ", why) else 2
@@ -570,7 +573,7 @@ def _telling(first: str, second: str) -> str:
 
 
 def _of_lists(name: str, named: dict[str, Any]) -> str:
-    """The name with a * for numbers in stacks, but not for those in a Sequential."""
+    """The name with * for indices in a ModuleList, but not in a Sequential."""
     parts = name.split(".")
     return ".".join(
         "*" if part.isdigit() and isinstance(named[".".join(parts[:i])], nn.ModuleList) else part

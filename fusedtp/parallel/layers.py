@@ -1,22 +1,22 @@
-"""What a parallel layer does: the objects that stand at `module.parallel`.
+"""What a parallel layer does: the objects stored at `module.parallel`.
 
     ColumnParallel   x [T_r, K] -> gather, matmul -> [T, N_i]       one gather for all linears of `project`
     RowParallel      x [T, K_r] -> matmul, reduce-scatter -> [T_r, N]
     VocabParallel    ids [T] -> lookup of this rank's ids, reduce-scatter -> [T_r, H]
     ExpertParallel   x [T_r, K] -> dispatch, matmuls of this rank's experts, combine -> [T_r, K]   expert_parallel.py
-    Replica          parameters every rank holds whole
-    Replicas         those of a block's modules, read by one autograd node
+    Replica          parameters that every rank holds whole
+    Replicas         the replicated parameters of a block's modules, read by one autograd node
 
-Without sequence parallelism activations between layers are whole on every rank: columns take x through
-`copy_to_group`, rows and the embedding end in an all-reduce. With dim=1, tokens are [B, S_r, H] instead.
+Without sequence parallelism every rank holds the whole activations between layers: ColumnParallel passes x through
+`copy_to_group`, RowParallel and the embedding end in an all-reduce. With dim=1, tokens are [B, S_r, H] instead.
 
-They hold names and numbers only, no tensors and no process group, so that a model copies and compiles.
-Each is a method of module, x and layout, so that the modules of `fusedtp.nn` call it where they stand (see
-nn/hooks.py); a module of others gets a `forward` that does.
+These objects hold only names and numbers, no tensors and no process group, so that a model can be copied and compiled.
+Their methods take the module, x and the layout. `fusedtp.nn` modules call them (see nn/hooks.py); a third-party
+module gets a `forward` that does.
 
-A parameter with an attribute `main_grad` gets its gradient added there in place of `.grad`: the weight of a linear
-layer in fp32 and unrounded, any other (bias, norm, embedding) as autograd made it. It cannot be compiled.
-See Note [main_grad] in ops/main_grad.py.
+If a parameter has an attribute `main_grad`, its gradient is added there instead of to `.grad`: the weight gradient of
+a linear layer in fp32 without rounding, any other (bias, norm, embedding) as autograd computed it. This cannot be
+compiled. See Note [main_grad] in ops/main_grad.py.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ from .placement import local, opened, read, reads_itself
 
 @dataclass(frozen=True)
 class Member:
-    """This rank's place among those that share a layer.
+    """This rank's position in the group that shares a layer.
 
-    group                 the communicator's name
+    group                 name of the communicator
     engine                see ops/engines.py
     sequence_parallel     whether tokens are split between layers
     dim                   0: tokens are [T_r, H]; 1: [B, S_r, H]
-    sizes                 every rank's tokens where no layout says so; None: equal to gather, torch.chunk's to scatter
+    sizes                 number of tokens on each rank, if no layout gives it. None: for a gather all ranks have
+                          equally many, for a scatter they are split as by torch.chunk
     layer                 the kind of layer that calls are counted for, such as mlp.down_proj
-    unequal               every rank's features, where they are not equally many
+    unequal               number of features on each rank, if they differ
     """
 
     group: str
@@ -65,13 +66,13 @@ class Member:
     unequal: tuple[int, ...] = ()
 
     def token_sizes(self, layout: Any) -> tuple[int, ...] | None:
-        """Every rank's tokens, as the layout has it."""
+        """Number of tokens on each rank: from the layout, else `sizes`."""
         sizes = getattr(layout, "sizes", ())
         return tuple(sizes) if len(sizes) == self.world_size else self.sizes
 
 
 class Operations(NamedTuple):
-    """What layers do with a linear layer. One that multiplies otherwise has its own, at `operations`: nn/fp8.py."""
+    """The matmuls that a linear layer uses. A linear with its own (nn/fp8.py) has an attribute `operations`."""
 
     gather: Callable[..., tuple[Tensor, ...]]
     scatter: Callable[..., Tensor]
@@ -79,7 +80,7 @@ class Operations(NamedTuple):
     all_reduce: Callable[..., Tensor]
 
     def instead_of(self, operation: str, tokens: int) -> str:
-        """The name of what runs in place of an operation of the working dtype, for so many tokens."""
+        """The name of the operation that runs instead of one in the working dtype, for this number of tokens."""
         return operation
 
 
@@ -91,36 +92,36 @@ def operations_of(linear: Any) -> Any:
 
 
 def unequal(features: int, world_size: int) -> tuple[int, ...]:
-    """Every rank's features, or nothing where all have as many."""
+    """Number of features on each rank; empty if they are equal."""
     sizes = split(features, world_size)
     return sizes if len({*sizes}) > 1 else ()
 
 
 def draws_in_part(at: Member, linear: Any, x: Tensor) -> None:
-    """After a column-parallel layer: what follows draws random numbers for this rank's features."""
+    """After a column-parallel layer: random numbers are now drawn for this rank's features only."""
     if at.unequal and linear.training and not torch.compiler.is_compiling():
         communicator(at.group).draws.part(x.device)
 
 
 def draws_in_whole(at: Member, linear: Any, x: Tensor) -> None:
-    """Before a row-parallel layer: what follows draws for whole tensors, which all ranks must draw alike."""
+    """Before a row-parallel layer: random numbers are now drawn for whole tensors, the same on all ranks."""
     if at.unequal and linear.training and not torch.compiler.is_compiling():
         communicator(at.group).draws.whole(x.device, 0 in at.unequal)
 
 
 @dataclass(frozen=True)
 class Replica:
-    """Parameters that every rank holds whole. Not a Member: nothing of its module's output is shared out.
+    """Parameters that every rank holds whole. Not a Member, since the module's output is not split.
 
-    members   the communicator's name
-    partial   whether this rank sees only a part of the tokens or heads, so that gradients are summed.
+    members   name of the communicator
+    partial   whether this rank sees only some of the tokens or heads, so that gradients are summed
     """
 
     members: str
     partial: bool = True
 
     def read(self, parameter: Tensor) -> Tensor:
-        """The plain tensor, its gradient complete on every rank."""
+        """The parameter as a plain tensor; its gradient is complete on every rank."""
         return with_reduced_grad(parameter, self.members) if self.partial else accumulated(parameter)
 
     def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -129,24 +130,24 @@ class Replica:
         return with_main_grad(weight, dtype, self.members if self.partial else None)
 
     def linear(self, x: Tensor, linear: Any, layout: Any = None) -> Tensor:
-        """x [..., K] -> [..., N], whatever tokens these are."""
+        """x [..., K] -> [..., N], for any tokens."""
         bias = None if linear.bias is None else self.read(linear.bias).to(x.dtype)
         return operations_of(linear).local(x, self._weight(linear.weight, x.dtype), bias)
 
     def project(
         self, x: Tensor, linears: Sequence[Any], layout: Any = None, gathering: Any = None
     ) -> tuple[Tensor, ...]:
-        """Each for itself."""
+        """Call each linear separately."""
         return tuple(each(x) for each in linears)
 
 
 @dataclass(frozen=True)
 class ColumnParallel(Member):
-    """A linear layer whose output features are split.
+    """A linear layer with output features split over ranks.
 
-    gather_output   return all N features on every rank (a second gather, of columns)
-    features        (begin, count): the weight is replicated and this rank uses these of its rows (kv heads fewer
-                    than ranks); None: the weight is sharded
+    gather_output   return all N features on every rank (a second gather, over columns)
+    features        (begin, count): the weight is replicated and this rank uses these rows of it (fewer kv heads than
+                    ranks); None: the weight is sharded
     """
 
     gather_output: bool = False
@@ -159,7 +160,7 @@ class ColumnParallel(Member):
     def project(
         self, x: Tensor, linears: Sequence[Any], layout: Any = None, gathering: Any = None
     ) -> tuple[Tensor, ...]:
-        """x [T_r, K] -> one [T, N_i] for each linear, x gathered once for all; or what `gathering` makes of them."""
+        """x [T_r, K] -> one [T, N_i] per linear, with one gather of x for all; or the outputs of `gathering`."""
         if not self.sequence_parallel:
             return self.project_whole(x, linears)
         return self.project_rows(x, linears, self.token_sizes(layout), gathering)
@@ -167,7 +168,7 @@ class ColumnParallel(Member):
     def project_rows(
         self, x: Tensor, linears: Sequence[Any], sizes: Sequence[int] | None, gathering: Any = None
     ) -> tuple[Tensor, ...]:
-        """x [T_r, K], `sizes` every rank's rows -> one [T, N_i] for each."""
+        """x [T_r, K], `sizes` the number of rows on each rank -> one [T, N_i] per linear."""
         operations = operations_of(linears[0])
         if any(operations_of(each) != operations for each in linears):
             return tuple(self.project_rows(x, (each,), sizes)[0] for each in linears)
@@ -181,7 +182,7 @@ class ColumnParallel(Member):
         return _outputs(ys, linears) if whole else ys
 
     def project_whole(self, x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
-        """x [..., K], the same on every rank -> one [..., N_i] for each."""
+        """x [..., K], the same on every rank -> one [..., N_i] per linear."""
         weights, biases = self._weights(x, linears)
         x = copy_to_group(x, self.group, layer=joined_kind([each.parallel.layer for each in linears]))
         each_with = zip(linears, weights, biases, strict=True)
@@ -204,7 +205,7 @@ class ColumnParallel(Member):
         return weights, biases
 
     def cross_entropy(self, x: Tensor, linear: Any, labels: Tensor, layout: Any = None, **options: Any) -> Tensor:
-        """A head's loss by pieces of its logits, see nn/linear_loss.py.
+        """The loss of an LM head, computed from chunks of the logits, see nn/linear_loss.py.
 
         x   [T_r, H]; without sequence parallelism [T, H]
         """
@@ -236,7 +237,7 @@ class ColumnParallel(Member):
 
 @dataclass(frozen=True)
 class RowParallel(Member):
-    """A linear layer whose input features are split; the bias is added once."""
+    """A linear layer with input features split over ranks; the bias is added once."""
 
     def linear(self, x: Tensor, linear: Any, layout: Any = None) -> Tensor:
         """x [T, K_r] -> [T_r, N]; without sequence parallelism x [..., K_r] -> [..., N]."""
@@ -245,7 +246,7 @@ class RowParallel(Member):
         return self.scattered(x, linear, self.token_sizes(layout))
 
     def scattered(self, x: Tensor, linear: Any, sizes: Sequence[int] | None) -> Tensor:
-        """x [T, K_r] -> [T_r, N], `sizes` every rank's rows."""
+        """x [T, K_r] -> [T_r, N], `sizes` the number of rows on each rank."""
         weight, bias, operations = linear.weight, linear.bias, operations_of(linear)
         taken = operations is PLAIN and is_operand(weight, x)
         weight = weight if taken else with_main_grad(weight, x.dtype)
@@ -273,11 +274,11 @@ class Replicas:
     below: tuple[str, ...]
 
     def opened(self, block: nn.Module) -> AbstractContextManager[None]:
-        """Inside it these parameters are plain tensors, and their gradients are summed in one call."""
+        """A context in which these parameters are plain tensors; their gradients are summed in one call."""
         return opened([(block, name) for name in self.below], self.members, _takes_plain)
 
     def all_opened(self, blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """The same for several blocks, except those that must read their own parameters."""
+        """The same for several blocks, skipping those that must read their own parameters."""
         free: list[Any] = [block for block in dict.fromkeys(blocks) if not reads_itself(block)]
         found = [(block, getattr(block, "replicas", None)) for block in free]
         below = [(block, name) for block, replicas in found if replicas is not None for name in replicas.below]
@@ -285,9 +286,9 @@ class Replicas:
 
 
 def _takes_plain(module: Any) -> bool:
-    """Whether the module reads its parameters by `with_reduced_grad`; one that a user has put there does not.
+    """Whether the module reads its parameters through `with_reduced_grad`; a module that the user put in does not.
 
-    All ranks must agree. So this must not depend on hooks, which may be on one rank only.
+    All ranks must agree, so this must not depend on hooks, which may exist on one rank only.
     """
     return isinstance(getattr(module, "parallel", None), Replica | RowParallel)
 
@@ -310,9 +311,9 @@ class VocabParallel(Member):
         return reduce_scatter_tokens(y.transpose(0, 1), self.group, sizes, self.layer).transpose(0, 1)
 
     def lookup(self, input_ids: Tensor, embedding: Any) -> Tensor:
-        """ids [...] -> [..., H]: rows of the ids that this rank holds, zeros for the others.
+        """ids [...] -> [..., H]: embeddings of the ids that this rank holds, zeros for the others.
 
-        Raises IndexError (on CPU; not when compiled) for an id outside the vocabulary, as torch does.
+        Raises IndexError (on CPU, if not compiled) for an id outside the vocabulary, as torch does.
         """
         weight, vocab_size = accumulated(embedding.weight), embedding.num_embeddings
         if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -349,13 +350,13 @@ def joined_kind(kinds: Sequence[str]) -> str:
 
 
 def is_operand(parameter: Tensor, x: Tensor) -> bool:
-    """Whether a fused operation takes the parameter beside x as it lies."""
+    """Whether a fused operation can take the parameter as it is, along with x."""
     plain = isinstance(parameter, DTensor) and parameter.dtype == x.dtype and not torch.compiler.is_compiling()
     return plain and main_grad_of(parameter) is None
 
 
 def accumulated(parameter: Tensor) -> Tensor:
-    """This rank's part; its gradient is added to the parameter's main_grad, if it has one."""
+    """This rank's part of a parameter; its gradient is added to the parameter's main_grad, if it has one."""
     main_grad = main_grad_of(parameter)
     return local(parameter) if main_grad is None else accumulating(local(parameter), local(main_grad))
 
@@ -368,17 +369,17 @@ def with_reduced_grad(parameter: Tensor, group: str) -> Tensor:
 def with_main_grad(
     weight: Tensor, dtype: torch.dtype, group: str | None = None, features: tuple[int, int] | None = None
 ) -> Tensor:
-    """This rank's part in `dtype`; the parameter's `main_grad`, if it has one, travels along, for wgrad to add to.
+    """This rank's part in `dtype`; it keeps the parameter's `main_grad`, if there is one, for wgrad to add to.
 
-    group      ranks that all hold the weight, and each only a part of its gradient
-    features   (begin, count) of the rows of such a weight that this rank uses
+    group      ranks that all hold the weight, but each only a part of its gradient
+    features   (begin, count): the rows of such a weight that this rank uses
     """
     own = local(weight) if features is None else local(weight).narrow(0, *features)
     main_grad = main_grad_of(weight)
     own = own.to(dtype)
     if main_grad is not None:
         total = local(main_grad)
-        own = own.view_as(own)  # the attribute is not to land on the parameter
+        own = own.view_as(own)  # a view, so that main_grad is not set on the parameter itself
         own.main_grad = (  # type: ignore[attr-defined]
             total if group is None else SharedMainGrad(total, group, features[0] if features else 0)
         )

@@ -1,4 +1,4 @@
-"""Make a model tensor-parallel in place, by its plan."""
+"""Make a model tensor-parallel in place, following its plan."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def parallelize(
 
         mesh                a 1-D DeviceMesh such as mesh["tp"], or a VirtualGroup
         engine              auto, collective, chunked, triton or multimem; see fusedtp.explain
-        sequence_parallel   tokens are split between layers too, [T_r, H]; else they are whole on every rank
-        plan                module name -> style, instead of the model's tp_plan; a model without any, or with one for
-                            its head alone, gets one that is inferred from what its modules do, see infer.py
-        prove               first run a tiny copy of a model of others, see fusedtp.prove. True: it must be possible;
-                            False: do not; None: where the model is one of transformers
-        experts             which ranks share the experts of a mixture, and how; default: those of the mesh, whole ones
+        sequence_parallel   also split tokens between layers, [T_r, H]; if False, every rank holds all tokens
+        plan                module name -> style, overrides the model's tp_plan. If the model has no plan, or one for
+                            its head only, a plan is inferred from what its modules do, see infer.py
+        prove               first run a tiny copy of a third-party model, see fusedtp.prove. True: raise if that is not
+                            possible; False: skip it; None: run it if the model comes from transformers
+        experts             which ranks share the MoE experts, and how; default: whole experts on the ranks of the mesh
 
-    Every rank holds the full model before (or a meta one: then to_empty and init_ follow); nothing is sent. Every
-    parameter becomes a DTensor on the mesh with its old name and global shape, so that optimizers, FSDP2 (applied
-    afterwards) and distributed checkpoints work, and full state dicts load before and after.
-    Raises ValueError that names weights of a model of others that differ between ranks, or modules for which ranks
-    inferred different words; lists every fault of plan, model and world size; says which mesh of experts does not go
-    with the mesh, or that transformers has split the model already. Nothing is changed then. TypeError for what is no
-    module.
+    Every rank must hold the full model beforehand, or a meta one (then call to_empty and init_ afterwards); nothing is
+    sent. Every parameter becomes a DTensor on the mesh with its old name and global shape, so optimizers, FSDP2
+    (applied afterwards) and distributed checkpoints work, and full state dicts load before and after.
+    Raises ValueError if weights of a third-party model differ between ranks, if ranks inferred different styles for a
+    module, if the plan, the model and the world size do not fit (all faults are listed), if the expert mesh does not
+    match the mesh, or if transformers has split the model already. The model is then unchanged. Raises TypeError if
+    model is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -68,7 +68,7 @@ def parallelize(
     if own and (not plan or names_only_ends(model, plan)):
         search = partial(_inferred, model, comm.world_size, sequence_parallel, plan)
         if not plan:
-            prove = prove or False  # what is inferred was proved
+            prove = prove or False  # an inferred plan has been proved already
         plan, whole = agreed_plan(search, comm) if isinstance(mesh, DeviceMesh) else search()
     if plan and is_foreign(model, plan):
         if isinstance(mesh, DeviceMesh):  # modules of fusedtp.nn start empty: weights may come afterwards
@@ -111,7 +111,7 @@ def parallelize(
 def _inferred(
     model: nn.Module, world_size: int, sequence_parallel: bool, plan: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """The plan, completed by what can be inferred where it names only the ends or nothing; why modules stay whole."""
+    """The plan with inferred styles added (it is empty or names only the ends); module -> why it stays whole."""
     if not plan:
         return infer_or_refuse(model, world_size, sequence_parallel)
     found = infer(model, world_size, sequence_parallel)
@@ -119,10 +119,10 @@ def _inferred(
 
 
 def refuse_split_by_transformers(model: nn.Module) -> None:
-    """Raises ValueError for a model that from_pretrained has split, whose modules have forwards of transformers."""
+    """Raises ValueError if transformers' from_pretrained has split the model and replaced its modules' forwards."""
     modules = list(model.modules())
     if any(hasattr(module, "_fusedtp") for module in modules):
-        return  # split here, which transformers was told too
+        return  # split by this library, which sets the transformers flag as well
     if any(getattr(module, "_is_distributed_loading_by_transformers", False) for module in modules):
         raise ValueError(
             f"transformers has split {type(model).__name__} already; load it without tp_plan, tp_size and "
@@ -131,7 +131,7 @@ def refuse_split_by_transformers(model: nn.Module) -> None:
 
 
 def with_experts(model: nn.Module, plan: Mapping[str, Any], experts: ExpertSplit) -> dict[str, Any]:
-    """A plan whose experts lie whole on ranks, as the model's ep_plan has them. Raises ValueError where it has none."""
+    """The plan with whole experts per rank, taken from the model's ep_plan. Raises ValueError if it has no ep_plan."""
     if experts != ExpertSplit():
         raise ValueError("experts of a model of others lie whole on the ranks of the mesh: experts=ExpertSplit()")
     own = dict(getattr(model, "ep_plan", None) or {})
@@ -147,7 +147,10 @@ def with_experts(model: nn.Module, plan: Mapping[str, Any], experts: ExpertSplit
 
 
 def is_foreign(model: nn.Module, plan: Mapping[str, Any]) -> bool:
-    """Whether nothing in it is of fusedtp.nn, nor the plan one of our styles, which say how tokens lie themselves."""
+    """Whether the model has no fusedtp.nn modules and the plan has only style names, no ParallelStyle objects.
+
+    Our ParallelStyles specify the token layout themselves.
+    """
     return not any(hasattr(module, "parallel") for module in model.modules()) and all(
         isinstance(style, str) for style in plan.values()
     )
@@ -161,7 +164,7 @@ def _proved(
     sequence_parallel: bool,
     must: bool | None,
 ) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """What of a plan is exact, and module -> why it stays whole. A plan that the user gave is exact or refused."""
+    """The exact part of a plan, and module -> why it stays whole. A plan given by the user is exact or rejected."""
     prefix, inner = _inside(model, plan)
     inner_plan = {pattern.removeprefix(prefix): style for pattern, style in plan.items()}
     try:
@@ -187,12 +190,12 @@ def _proved(
 
 
 def _inside(model: nn.Module, plan: Mapping[str, Any]) -> tuple[str, nn.Module]:
-    """The one model of transformers that a wrapper, a PeftModel above all, holds, and its name there with a dot.
+    """The transformers model inside a wrapper such as PeftModel, and its name there followed by a dot.
 
-    Adapters are no part of what is proved: they stand beside linears in a way that is known.
+    Adapters are not part of the proof: how they attach to linears is known.
     """
     for name, module in model.named_modules():
-        if hasattr(type(module), "_from_config"):  # a wrapper forwards what is asked of itself
+        if hasattr(type(module), "_from_config"):  # on the type: a wrapper forwards attributes of the inner model
             prefix = f"{name}." if name else ""
             return (prefix, module) if all(pattern.startswith(prefix) for pattern in plan) else ("", model)
     return "", model

@@ -1,30 +1,30 @@
-"""Full parameters become DTensors in place, without communication: every rank holds the full tensor (or a meta one).
+"""Turn full parameters into DTensors in place. Every rank has the full tensor (or a meta one): no communication.
 
     full [V, H] on every rank --slice--> this rank's rows [V_r, H] --DTensor(Shard(0))--> module.weight
 
-Sizes are torch.chunk's (the last ranks hold fewer rows, or none), names and global shapes stay the original's. A full
-state dict loads afterwards too: a hook slices each of its tensors to what the module's parameter is by then (also
-after FSDP2 has sharded it once more). In the `virtual` world, which has no DeviceMesh, a shard is a plain parameter.
+Sizes are those of torch.chunk (the last ranks hold fewer rows, or none); names and global shapes do not change. A full
+state dict can also be loaded afterwards: a hook slices each of its tensors to the parameter's current placement (also
+after FSDP2 has sharded it again). In the `virtual` world, which has no DeviceMesh, a shard is a plain parameter.
 
 Note [Checkpoints of packed parameters]
-Several matrices packed in one parameter are split matrix by matrix (_StridedShard), so that a rank's part lies in
-several regions of the full tensor. torch 2.13 gathers, distributes and redistributes such DTensors correctly where the
-matrices divide evenly, but tells distributed checkpoints (DCP) that the local part is one contiguous region, of the
-right size at a wrong offset: saving fails as regions overlap, and loading a checkpoint of plain shards reads wrong
-rows. A placement is all that optimizer states and their copies share with the parameter, so the description is mended
-in DTensor itself, once, when the first packed parameter is placed. DTensors with one region are left to torch.
+Several matrices packed in one parameter are split matrix by matrix (_StridedShard), so a rank's part consists of
+several regions of the full tensor. torch 2.13 gathers, distributes and redistributes such DTensors correctly if the
+matrices divide evenly, but it tells distributed checkpoints (DCP) that the local part is one contiguous region, of the
+right size at a wrong offset: saving fails because regions overlap, and loading a checkpoint of plain shards reads wrong
+rows. Optimizer states and copies share only the placement with the parameter, so DTensor itself is patched to describe
+the regions correctly, once, when the first packed parameter is placed. DTensors with one region are left to torch.
 
 Note [Gradients of replicated parameters]
-A rank that sees only part of the tokens or of the heads has only part of such a parameter's gradient.
-`to_local(grad_placements=[Partial()])` would leave `p.grad` Partial: then AdamW reduces it again in every one of its
-operations (three all-reduces a parameter and step for foreach, one for fused), and clipping once more. So `read`
-takes the local tensor and puts `copy_to_group` behind it, whose backward all-reduces: `p.grad` arrives Replicate and
-complete, nothing downstream communicates, and there are no hidden hooks.
+A rank that sees only some of the tokens or heads has only a partial gradient of such a parameter.
+`to_local(grad_placements=[Partial()])` would leave `p.grad` Partial: AdamW would then reduce it again in every one of
+its operations (three all-reduces per parameter and step for foreach, one for fused), and clipping once more. So `read`
+takes the local tensor and applies `copy_to_group`, whose backward all-reduces: `p.grad` is Replicate and complete,
+nothing downstream communicates, and there are no hidden hooks.
 
-A norm has one such parameter, and a model has two norms a layer. So a stack of layers reads all of them by one autograd
-node while its forward runs (`opened`). The node's backward runs after all of theirs and sums their gradients in one
-call. Large gradients are summed alone, because those that are summed together are copied. A layer does this by itself
-if its parameters exist only while it runs (FSDP2, a second forward in backward).
+A norm has one such parameter, and a model has two norms per layer. So a stack of layers reads all of them through one
+autograd node while its forward runs (`opened`). The node's backward runs after the backwards of all of them and sums
+their gradients in one call. Large gradients are summed separately, because summing together needs a copy. A layer does
+this on its own if its parameters exist only while it runs (FSDP2, a second forward in backward).
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ from fusedtp.ops.operation import Lying
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group
 
-TOGETHER_BYTES = 1 << 20  # of a gradient that is summed with others
+TOGETHER_BYTES = 1 << 20  # the largest gradient that is summed together with others
 
 Mesh: TypeAlias = DeviceMesh | VirtualGroup
 Placement: TypeAlias = Shard | Replicate | StridedShard
 
 
 class Way(NamedTuple):
-    """How a parameter lies on ranks that stand in one or more dimensions.
+    """The placement of a parameter on ranks arranged in one or more dimensions.
 
-    placements   one a dimension
-    shape        how many ranks each dimension has; the last one counts fastest
+    placements   one per dimension
+    shape        number of ranks in each dimension; the last one varies fastest
     """
 
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
 
     def sizes(self, dim: int, size: int) -> list[int]:
-        """What ranks hold of a tensor dimension of that size."""
+        """How a tensor dimension of that size is divided among ranks."""
         found = [size]
         for placement, ranks in zip(self.placements, self.shape, strict=True):
             if not isinstance(placement, Replicate) and placement.dim == dim:
@@ -73,10 +73,10 @@ class Way(NamedTuple):
         return found
 
     def ranges(self, shape: Sequence[int], coordinate: Sequence[int]) -> list[list[range]]:
-        """Which indices of each dimension of a full tensor the rank there holds, in the order in which it does."""
+        """The indices of each dimension of a full tensor that the rank at `coordinate` holds, in its order."""
         found = [[range(size)] for size in shape]
         for placement, ranks, at in zip(self.placements, self.shape, coordinate, strict=True):
-            if isinstance(placement, StridedShard):  # several matrices packed in one: a part of each
+            if isinstance(placement, StridedShard):  # several packed matrices: take a part of each
                 total = sum(map(len, found[placement.dim]))
                 each, longer = divmod(total, int(placement.split_factor))
                 ends = [each * i + min(i, longer) for i in range(int(placement.split_factor) + 1)]
@@ -90,7 +90,7 @@ class Way(NamedTuple):
         return found
 
     def part(self, full: Tensor, coordinate: Sequence[int]) -> Tensor:
-        """What the rank there holds of a full tensor: a copy of its slice, or the tensor itself."""
+        """The part of a full tensor that the rank at `coordinate` holds: a copy of its slice, or the tensor itself."""
         ranges = self.ranges(full.shape, coordinate)
         own = full
         for dim, parts in enumerate(ranges):
@@ -100,12 +100,12 @@ class Way(NamedTuple):
 
 
 def way_of(parameter: DTensor) -> Way:
-    """How a DTensor lies."""
+    """The Way of a DTensor."""
     return Way(tuple(parameter.placements), tuple(parameter.device_mesh.shape))  # type: ignore[arg-type]
 
 
 def _cut(parts: Sequence[range], begin: int, end: int) -> list[range]:
-    """From place `begin` to `end` of the indices, one after the other."""
+    """Positions `begin` to `end` of the concatenated ranges."""
     found, first = [], 0
     for part in parts:
         found.append(part[max(begin - first, 0) : max(end - first, 0)])
@@ -114,13 +114,13 @@ def _cut(parts: Sequence[range], begin: int, end: int) -> list[range]:
 
 
 def share(parts: Sequence[range], ranks: int, at: int) -> list[range]:
-    """What one of so many ranks has of indices, one range after the other."""
+    """The share of rank `at` of `ranks` in the concatenated ranges."""
     sizes = split(sum(map(len, parts)), ranks)
     return _cut(parts, sum(sizes[:at]), sum(sizes[: at + 1]))
 
 
 def _merged(parts: Iterable[range]) -> list[range]:
-    """Those that follow each other as one."""
+    """Merge adjacent ranges."""
     found: list[range] = []
     for part in parts:
         if found and found[-1].stop == part.start:
@@ -153,10 +153,10 @@ def read(parameter: Tensor, group: Any) -> Tensor:
 def opened(
     places: Iterable[tuple[nn.Module, str]], group: str, takes: Callable[[nn.Module], bool] = lambda module: True
 ) -> Iterator[None]:
-    """Inside it, replicated parameters of some modules are plain tensors, read by one node.
+    """A context in which replicated parameters of some modules are plain tensors, read by one autograd node.
 
     places   (outer module, name of such a module in it)
-    takes    whether the module that has this name now can read plain tensors
+    takes    whether the module that currently has this name can read plain tensors
     """
     together = [found for outer, name in places for found in _replicas(outer, name, takes)]
     owns = locals_of([parameter for _, _, parameter in together], group)
@@ -172,9 +172,9 @@ def opened(
 def _replicas(
     module: Any, path: str, takes: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[dict[str, Any], str, DTensor]]:
-    """Trained parameters that every rank holds whole, and where they stand; none if somebody has put another there.
+    """Trainable parameters that every rank holds whole, with their dict and name; none if there is no such module.
 
-    None either of a module that is compiled by itself, whose graph reads them, nor of one that FSDP2 holds: it reduces
+    Skips a module that is compiled by itself, since its graph reads them, and one managed by FSDP2, which reduces
     gradients when that module's own backward ends.
     """
     for name in path.split("."):
@@ -190,7 +190,7 @@ def _replicas(
 
 
 def reads_itself(module: nn.Module) -> bool:
-    """Whether the module must read its own parameters: FSDP2 holds them, or its compiled graph reads them."""
+    """Whether the module must read its own parameters: FSDP2 manages them, or its compiled graph reads them."""
     return isinstance(module, FSDPModule) or is_compiled(module)
 
 
@@ -201,14 +201,14 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_replicated(parameter: Tensor) -> bool:
-    """Whether every rank holds it whole, as a DTensor."""
+    """Whether the parameter is a DTensor that every rank holds whole."""
     return isinstance(parameter, DTensor) and all(p.is_replicate() for p in parameter.placements)
 
 
 def locals_of(parameters: Sequence[Tensor], group: str) -> Sequence[Tensor]:
-    """What `local` gives of each replicated parameter, by one node; `read` of it sums all their gradients in one call.
+    """`local` of each replicated parameter, through one node; `read` of the results sums all gradients in one call.
 
-    The node's backward runs when all their gradients have come. All ranks name the parameters in the same order.
+    The node's backward runs once all these gradients are there. All ranks must pass parameters in the same order.
     """
     if len(parameters) < 2 or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return [local(parameter) for parameter in parameters]
@@ -220,14 +220,14 @@ def locals_of(parameters: Sequence[Tensor], group: str) -> Sequence[Tensor]:
 
 
 class _Locals(torch.autograd.Function):
-    """group, DTensors -> their local tensors, for uses that see all tokens and heads, and again, for all other uses."""
+    """group, DTensors -> local tensors for uses that see all tokens and heads; the same again for all other uses."""
 
     @staticmethod
     def forward(ctx: Any, group: str, *parameters: DTensor) -> tuple[Tensor, ...]:
         owns = [parameter._local_tensor for parameter in parameters]
         ctx.lying, ctx.group = [Lying.of(parameter) for parameter in parameters], group
         ctx.set_materialize_grads(False)
-        # selective checkpointing counts operations, and a layer that runs again has more of these
+        # selective checkpointing counts operations, and a recomputed layer would have more of these
         with _disable_current_modes():
             return tuple(own.view_as(own) for own in (*owns, *owns))
 
@@ -245,7 +245,7 @@ class _Locals(torch.autograd.Function):
 
 
 def _summed(parts: Mapping[int, Tensor], group: str) -> Iterator[tuple[int, Tensor]]:
-    """The same over all ranks, all small ones of a dtype in one call."""
+    """Sums over all ranks; all small tensors of a dtype are summed in one call."""
     large = [i for i, part in parts.items() if part.numel() * part.element_size() > TOGETHER_BYTES]
     for i in large:
         yield i, all_reduce_sum(parts[i], group)
@@ -254,15 +254,15 @@ def _summed(parts: Mapping[int, Tensor], group: str) -> Iterator[tuple[int, Tens
         flat = torch.cat([part.reshape(-1) for part in some.values()])
         totals = all_reduce_sum(flat, group).split([part.numel() for part in some.values()])
         for (i, part), total in zip(some.items(), totals, strict=True):
-            # memory of its own: torch cannot deep-copy a DTensor whose local tensor begins inside of a storage
+            # clone: torch cannot deep-copy a DTensor with a local tensor at a nonzero storage offset
             yield i, total.clone().view(part.shape)
 
 
 class _Local(torch.autograd.Function):
-    """DTensor.to_local of a parameter, whose gradient lies as it does: its specification is not derived in every step.
+    """DTensor.to_local for a parameter. The gradient has the same placement, so its spec is not derived in every step.
 
-    With a group, the gradient is summed over it. On a CPU to_local and its backward take about 100 us a parameter, half
-    of what this library costs a step of a model.
+    With a group, the gradient is summed over it. On a CPU, to_local and its backward take about 100 us per parameter,
+    half of this library's overhead in a training step.
     """
 
     @staticmethod
@@ -282,9 +282,9 @@ class _Local(torch.autograd.Function):
 
 
 def place(parameter: nn.Parameter, mesh: Mesh, way: Way) -> nn.Parameter:
-    """The parameter on the mesh, of the way's shape. A tied one, met a second time, gives the same object again.
+    """The parameter placed on the mesh, which has the way's shape. A tied parameter returns the same object again.
 
-    Raises ValueError for a parameter that is a DTensor already, or tied ones that would lie in two ways.
+    Raises ValueError if the parameter is a DTensor already, or if tied parameters would get different placements.
     """
     if isinstance(parameter, DTensor):
         raise ValueError(f"the parameter is a DTensor already: {parameter.placements} on {parameter.device_mesh}")
@@ -330,7 +330,7 @@ def _slice_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *
 
 
 def _coordinate(mesh: Mesh, way: Way) -> Sequence[int]:
-    """Where this rank stands."""
+    """The coordinate of this rank."""
     if not isinstance(mesh, DeviceMesh):
         return [int(i) for i in torch.unravel_index(torch.tensor(mesh.rank()), way.shape)]
     found = mesh.get_coordinate()
@@ -354,7 +354,7 @@ def describe_packed_shards() -> None:
     )  # fmt: skip
 
     def regions(tensor: DTensor) -> list[tuple[ChunkStorageMetadata, Tensor]] | None:
-        """Regions of the full tensor, with this rank's values of each; None where torch describes it rightly."""
+        """Regions of the full tensor with this rank's values of each; None if torch describes it correctly."""
         if not any(isinstance(placement, StridedShard) for placement in tensor.placements):
             return None
         ranges = way_of(tensor).ranges(tensor.shape, tensor.device_mesh.get_coordinate() or ())

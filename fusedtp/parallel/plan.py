@@ -1,9 +1,9 @@
-"""From a model's tp_plan to one style a module, with all faults found before anything is changed.
+"""Turn a model's tp_plan into one style per module; all faults are found before anything is changed.
 
-A plan maps names to styles in transformers' vocabulary: {"layers.*.mlp.up_proj": "colwise", ...}; `*` is one part of
-a name (a layer's number), and a style may also be a ParallelStyle. A model without a plan of its own gets those of
-its outermost submodules that have one. Models of transformers whose plan is missing there have it in OWN_PLANS.
-Modules that no pattern names keep their parameters whole.
+A plan maps names to styles in transformers' vocabulary: {"layers.*.mlp.up_proj": "colwise", ...}; `*` matches one
+part of a name (a layer number), and a style may also be a ParallelStyle. If a model has no plan, the plans of its
+outermost submodules that have one are used. OWN_PLANS has plans for models that lack one in transformers.
+Modules that no pattern matches keep their parameters whole.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ STYLES = {
 
 
 class Step(NamedTuple):
-    """One module of the model and its style."""
+    """A module of the model and its style."""
 
     name: str
     module: Any
     style: Any
 
 
-# Class -> its plan, where transformers has none for the layers. gpt-oss interleaves gate and up in its experts.
+# Class -> plan, if transformers has none for the layers. gpt-oss interleaves gate and up in its experts.
 OWN_PLANS: dict[str, dict[str, str]] = {
     "GptOssModel": {
         "embed_tokens": "embedding_rowwise",
@@ -70,12 +70,13 @@ OWN_PLANS: dict[str, dict[str, str]] = {
 
 
 def plan_of(model: nn.Module) -> dict[str, str | ParallelStyle]:
-    """The model's tp_plan, or those of its outermost submodules that have one, under their names.
+    """The model's tp_plan, or the plans of its outermost submodules that have one, prefixed with their names.
 
-    Where the model's own names only the ends (an embedding, a head), those of its submodules as well.
+    If the model's own plan names only the ends (an embedding, a head), the plans of its submodules are added.
     """
+    # A wrapper may forward tp_plan of the model inside it, whose names lack the prefix: read the model's own only.
     own = getattr(model, "tp_plan", None) if hasattr(type(model), "tp_plan") or "tp_plan" in vars(model) else None
-    if own and not names_only_ends(model, own):  # not what a wrapper finds on the model inside it, with other names
+    if own and not names_only_ends(model, own):
         return dict(own)
     found: dict[str, str | ParallelStyle] = dict(OWN_PLANS.get(type(model).__name__, {}))
     for name, child in model.named_children():
@@ -84,12 +85,12 @@ def plan_of(model: nn.Module) -> dict[str, str | ParallelStyle]:
 
 
 def names_only_ends(model: Any, plan: Mapping[str, Any]) -> bool:
-    """Whether a plan names only the embedding and the head of a transformers model, and no layer."""
+    """Whether a plan names only the embedding and the head of a transformers model, but no layer."""
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "get_input_embeddings"):
         return False
     try:
         ends = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
-    except NotImplementedError:  # transformers, of models without such
+    except NotImplementedError:  # transformers raises it for models without an embedding or a head
         return False
     return all(
         id(module) in ends for name, module in model.named_modules() if any(matches(pattern, name) for pattern in plan)
@@ -104,11 +105,11 @@ def make_steps(
     experts: ExpertSplit | None = None,
     **options: Any,
 ) -> list[Step]:
-    """The style of every module that has parameters or stands in the plan.
+    """The style of every module that has parameters or is named in the plan.
 
-    fully_sharded   the mesh has further dimensions, so that FSDP2 will shard what is left.
-    experts         how those that the plan calls "experts" are shared
-    Raises ValueError that lists all faults of the plan, the model and the world size together.
+    fully_sharded   the mesh has further dimensions, so FSDP2 will shard the rest
+    experts         how to share the modules that the plan calls "experts"
+    Raises one ValueError that lists all faults of the plan, the model and the world size.
     """
     named = dict(model.named_modules())
     styles, faults = _planned(named, plan, {"experts": FusedExperts(split=experts, **options)}, options)
@@ -123,7 +124,7 @@ def make_steps(
     between = {parent_of(name) for name, style in styles.items() if isinstance(style, FusedRowwise)}
     for name, module in named.items():
         if name not in styles and any(True for _ in module.parameters(recurse=False)):
-            # A sibling of a row-parallel layer (q_norm beside o_proj) sees this rank's heads only.
+            # A sibling of a row-parallel layer (q_norm next to o_proj) sees only this rank's heads.
             partial = options["sequence_parallel"] or (name != "" and parent_of(name) in between)
             styles[name] = Replicated(partial=partial)
     faults += [f"{generic(name)}: {fault}" for name in styles for fault in already_parallel(named[name])]
@@ -134,9 +135,9 @@ def make_steps(
 
 
 def ways_of(model: nn.Module, world_size: int, experts: ExpertSplit | None = None) -> dict[str, Way]:
-    """How parallelize would place every parameter over so many ranks, by its plan; a shared one under its first name.
+    """How parallelize would place every parameter on world_size ranks; a tied one is listed under its first name.
 
-    Raises ValueError as make_steps.
+    Raises ValueError as make_steps does.
     """
     options = dict(engine="auto", sequence_parallel=True)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -150,7 +151,7 @@ def ways_of(model: nn.Module, world_size: int, experts: ExpertSplit | None = Non
 def _planned(
     named: Mapping[str, Any], plan: Mapping[str, Any], shared: Mapping[str, Style], options: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Module name -> style, and what is wrong; `shared` are styles with one instance for all modules."""
+    """Module name -> style, and the faults found; `shared` are styles with one instance for all modules."""
     styles: dict[str, Any] = {}
     faults: list[str] = []
     if not plan:
@@ -185,7 +186,7 @@ def _styled(named: Mapping[str, Any], name: str, style: str, options: dict[str, 
 
 
 def _head_faults(named: Mapping[str, Any], styles: Mapping[str, Any], world_size: int) -> dict[str, str]:
-    """Attention layers whose query heads do not divide; kv heads may also be fewer than the ranks."""
+    """Faults of attention layers with query heads that do not divide; there may be fewer kv heads than ranks."""
     heads: dict[str, set[int]] = {}
     for name, style in styles.items():
         head_dim = getattr(style, "head_dim", None)
@@ -202,7 +203,7 @@ def _head_faults(named: Mapping[str, Any], styles: Mapping[str, Any], world_size
 def sharing_faults(
     named: Mapping[str, Any], styles: Mapping[str, Any], world_size: int, fully_sharded: bool
 ) -> list[str]:
-    """Tied parameters that would lie in two ways; shards without rows, which FSDP2 cannot reduce."""
+    """Faults: a tied parameter with two different placements; an empty shard, which FSDP2 cannot reduce."""
     faults: list[str] = []
     seen: dict[int, tuple[str, Way]] = {}
     for name, style in styles.items():
@@ -229,7 +230,7 @@ def apply_steps(steps: list[Step], mesh: Mesh) -> None:
 
 
 def add_replicas(model: nn.Module, steps: list[Step], members: str) -> None:
-    """Give each block its Replicas: replicated parameters with partial gradients."""
+    """Give each block its Replicas, the replicated parameters with partial gradients."""
     partial = [step.name for step in steps if _has_partial_grads(step)]
     for outer, block in model.named_modules():
         if isinstance(block, TransformerBlock):
@@ -246,12 +247,12 @@ def _has_partial_grads(step: Step) -> bool:
 
 
 def has_more_dimensions(mesh: Mesh) -> bool:
-    """Whether it is one dimension of several, so that FSDP2 may shard what is left."""
+    """Whether the mesh is one dimension of a larger mesh, so that FSDP2 may shard the rest."""
     return isinstance(mesh, DeviceMesh) and mesh._get_root_mesh().size() > mesh.size()
 
 
 def refuse(model: nn.Module, world_size: int, faults: list[str]) -> None:
-    """Raise ValueError that lists them all, if there are any."""
+    """Raise one ValueError that lists all faults, if there are any."""
     if faults:
         lines = "".join(f"\n  - {fault}" for fault in dict.fromkeys(faults))
         raise ValueError(f"{type(model).__name__} cannot be parallelized over {world_size} ranks:{lines}")

@@ -1,13 +1,13 @@
-"""from_pretrained: each rank reads its part of a Hugging Face checkpoint, and no more.
+"""from_pretrained: each rank reads only its part of a Hugging Face checkpoint.
 
     model on meta -> parallelize -> for each parameter: regions of this rank -> read -> DTensor
 
-A checkpoint's tensors may be older than the model's code: transformers renames them, stacks experts, concatenates or
+A checkpoint may be older than the model's code: transformers then renames tensors, stacks experts, concatenates or
 chunks matrices (its conversion mapping). transformers also has a loader for DTensors, which slices first and converts
-then. That is wrong where a conversion mixes what ranks share: a fused q, k and v that is chunked, rotary permutations.
-Here the conversion comes first, on tensors that are not read yet (`Lazy`), which then know where each region of a
-parameter lies on disk. Conversions other than stack, concatenate, chunk and transpose read full tensors: those of one
-parameter at a time.
+afterwards. That is wrong if a conversion mixes parts of different ranks: chunking a fused qkv, rotary permutations.
+Here the conversion comes first, on lazy tensors (`Lazy`), which then know where each region of a parameter is on disk.
+Conversions other than stack, concatenate, chunk and transpose read full tensors, but only those of one parameter at a
+time.
 """
 
 from __future__ import annotations
@@ -48,20 +48,21 @@ def from_pretrained(
     hub: Mapping[str, Any] | None = None,
     **config_changes: Any,
 ) -> Any:
-    """A Hugging Face model over the ranks of a mesh, as parallelize(model_class.from_pretrained(...)). Collective.
+    """Load a Hugging Face model over the ranks of a mesh. Collective.
+
+    Equivalent to parallelize(model_class.from_pretrained(...)), but each rank holds and reads only its part.
 
         name_or_folder     a folder with config.json and safetensors files, or a name on the hub
         mesh               a 1-D DeviceMesh such as mesh["tp"]
         model_class        default: transformers.AutoModelForCausalLM
-        dtype              of the parameters; "auto": the config's, or else the checkpoint's
+        dtype              dtype of the parameters; "auto": the config's, or else the checkpoint's
         engine, sequence_parallel, plan   see fusedtp.parallelize
         variant            as in model.<variant>.safetensors
         hub                options of transformers' cached_file: revision, cache_dir, token, local_files_only, subfolder
         config_changes     fields of the configuration; attn_implementation
 
-    Each rank holds and reads its part of the parameters only. Raises ValueError on every rank that names all tensors
-    that are missing, unexpected or of another shape, a file that is missing or corrupt, or an option that the config
-    does not know; and what fusedtp.parallelize raises.
+    Raises ValueError on every rank that names all tensors that are missing, unexpected or have another shape, a file
+    that is missing or corrupt, or an option that the config does not know; and what fusedtp.parallelize raises.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ValueError(f"from_pretrained needs a 1-D DeviceMesh, not {mesh!r}")
@@ -81,7 +82,7 @@ def from_pretrained(
 
 
 def on_meta(name: Any, files: Files, model_class: Any, dtype: Any, hub: dict[str, Any], changes: dict[str, Any]) -> Any:
-    """The model as its config says, parameters on meta, buffers computed."""
+    """The model built from its config, parameters on meta, buffers computed."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_class = AutoModelForCausalLM if model_class is None else model_class
@@ -103,7 +104,7 @@ def on_meta(name: Any, files: Files, model_class: Any, dtype: Any, hub: dict[str
 
 
 def build_on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    """The model of a configuration, parameters on meta, buffers computed."""
+    """The model for a configuration, parameters on meta, buffers computed."""
     from transformers import initialization as init
 
     build = getattr(model_class, "from_config", None) or model_class._from_config
@@ -117,7 +118,7 @@ def build_on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
-    """Parameters and buffers that a model keeps in fp32 whatever the dtype of others."""
+    """Cast the parameters and buffers that a model keeps in fp32 regardless of its dtype."""
     from transformers.core_model_loading import build_glob_alternation
 
     kept = model._get_dtype_plan(dtype)
@@ -131,7 +132,7 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
 
 
 def read_generation_config(model: Any, name: Any, hub: dict[str, Any]) -> None:
-    """Give the model the generation configuration of its folder, where there is one."""
+    """Set the generation configuration from the model's folder, if there is one."""
     if not model.can_generate() or not hasattr(model, "adjust_generation_fn"):
         return
     options = dict.fromkeys(("cache_dir", "proxies", "token"), None)
@@ -140,7 +141,7 @@ def read_generation_config(model: Any, name: Any, hub: dict[str, Any]) -> None:
 
 
 def untie(model: Any, names: Sequence[str]) -> None:
-    """Give parameters their own place that the config ties and the checkpoint does not."""
+    """Untie parameters that the config ties but the checkpoint does not."""
     for name in names:
         module, _, last = name.rpartition(".")
         parameters = model.get_submodule(module)._parameters
@@ -152,9 +153,9 @@ def untie(model: Any, names: Sequence[str]) -> None:
 
 
 class Files:
-    """The safetensors files of a checkpoint, open.
+    """The open safetensors files of a checkpoint.
 
-    tensors   name -> a tensor that is not read yet
+    tensors   name -> lazy tensor
     """
 
     def __init__(self, name: Any, variant: str | None, hub: dict[str, Any]) -> None:
@@ -198,11 +199,11 @@ class Files:
         try:
             file = safe_open(path, "pt")
             self.tensors |= {name: OnDisk(file, name) for name in file.keys()}  # noqa: SIM118
-        except Exception as error:  # safetensors has a class of its own
+        except Exception as error:  # safetensors raises its own class
             raise ValueError(f"{path} is no whole safetensors file: {error}") from error
 
     def floating_dtype(self) -> torch.dtype | None:
-        """That of the first tensor that has one."""
+        """The dtype of the first floating-point tensor."""
         return next((lazy.dtype for lazy in self.tensors.values() if lazy.dtype.is_floating_point), None)
 
 
@@ -210,11 +211,11 @@ def _with_variant(file: str, variant: str | None) -> str:
     return file if variant is None else file.replace("model.safetensors", f"model.safetensors.{variant}", 1)
 
 
-# --- tensors that are not read yet ----------------------------------------------------------------------------------
+# --- lazy tensors ---------------------------------------------------------------------------------------------------
 
 
 class Lazy:
-    """A tensor of which any region can be read."""
+    """A tensor that is not read yet; any region of it can be read."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -227,11 +228,11 @@ class Lazy:
         return self
 
     def read(self, box: Sequence[range]) -> Tensor:
-        """Values of indices box[0] of the first dimension, box[1] of the second, ..., none of them empty."""
+        """Values at indices box[0] of the first dimension, box[1] of the second, ...; no range may be empty."""
         raise NotImplementedError
 
     def region(self, ranges: Sequence[Sequence[range]], box: tuple[range, ...] = ()) -> Tensor:
-        """The same with several ranges of a dimension, one after the other, or empty ones."""
+        """As read, but with several ranges per dimension, concatenated; they may be empty."""
         sizes = [sum(map(len, parts)) for parts in ranges]
         if 0 in sizes:
             return torch.empty(sizes, dtype=self.dtype)
@@ -251,7 +252,7 @@ class Lazy:
 
 
 class OnDisk(Lazy):
-    """A tensor of a safetensors file, which is memory-mapped: pages that hold its region are read, and copied."""
+    """A tensor of a memory-mapped safetensors file: only the pages of the region are read, and copied."""
 
     def __init__(self, file: Any, name: str) -> None:
         self.view: Tensor = file.get_slice(name)[...]
@@ -346,16 +347,16 @@ _LAZILY: dict[Any, Callable[..., Any]] = {
 LAZY_OPERATIONS = {"MergeModulelist", "Concatenate", "Chunk", "Transpose"}  # of transformers' conversions
 
 
-# --- a model's parameters among them --------------------------------------------------------------------------------
+# --- from a checkpoint's tensors to a model's parameters ------------------------------------------------------------
 
 
 @dataclass
 class Conversion:
-    """Tensors of a checkpoint that become one or more of a model's.
+    """Tensors of a checkpoint that are converted to one or more tensors of a model.
 
     rule      transformers' conversion, without tensors
-    sources   (the model's name, the checkpoint's name, the rule's pattern, the tensor)
-    targets   the model's names
+    sources   (name in the model, name in the checkpoint, pattern of the rule, tensor)
+    targets   names in the model
     """
 
     rule: Any
@@ -371,7 +372,7 @@ class Conversion:
         )
 
     def run(self, model: Any, of: Callable[[Lazy], Any]) -> dict[str, Any]:
-        """The model's name -> of(source), converted."""
+        """Name in the model -> converted tensor; `of` is applied to each source first."""
         rule = deepcopy(self.rule)
         for renamed, original, pattern, lazy in self.sources:
             rule.add_tensor(renamed, original, pattern, of(lazy))
@@ -380,7 +381,7 @@ class Conversion:
 
 
 class Checkpoint:
-    """Which tensors of the files become which of the model's. Raises ValueError that lists all that do not fit."""
+    """Maps tensors of the files to tensors of the model. Raises one ValueError that lists all that do not fit."""
 
     def __init__(self, model: Any, files: Files) -> None:
         self.model = model
@@ -388,10 +389,10 @@ class Checkpoint:
         wanted = model.state_dict(keep_vars=True)
         faults = self._convert_shapes({name: tensor.shape for name, tensor in wanted.items()}, unexpected)
         made = {name for conversion in self.conversions for name in conversion.targets}
-        there = {id(wanted[name]) for name in made}  # of tied parameters one is enough
+        there = {id(wanted[name]) for name in made}  # one of several tied parameters is enough
         missing = {name for name, tensor in wanted.items() if id(tensor) not in there}
         info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=unexpected)
-        model._adjust_missing_and_unexpected_keys(info)  # those that the model says may be so
+        model._adjust_missing_and_unexpected_keys(info)  # drops those that the model declares as allowed
         missing = {name for name in missing if name in info.missing_keys or wanted[name].is_meta}
         faults += [f"{name} is missing" for name in sorted(missing)]
         faults += [f"{name} is unexpected" for name in sorted(info.unexpected_keys)]
@@ -400,7 +401,7 @@ class Checkpoint:
             raise ValueError(f"the checkpoint is not one of this {type(model).__name__}:{lines}")
 
     def _conversions(self, files: Files) -> tuple[list[Conversion], set[str]]:
-        """What transformers makes of the files' tensors, and names that it makes nothing of."""
+        """transformers' conversions of the files' tensors, and names of tensors that it does not use."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
             WeightConverter,
@@ -431,7 +432,7 @@ class Checkpoint:
         return list(found.values()), unexpected
 
     def _convert_shapes(self, wanted: Mapping[str, torch.Size], unexpected: set[str]) -> list[str]:
-        """Find each conversion's targets, by running it on meta; what is wrong with them."""
+        """Find each conversion's targets by running it on meta; returns the faults."""
         faults = []
         for conversion in self.conversions:
             names = ", ".join(name for _, name, _, _ in conversion.sources)
@@ -450,7 +451,7 @@ class Checkpoint:
         return faults
 
     def differently_tied(self, rank: int, world_size: int) -> list[str]:
-        """Parameters that the config ties and the files do not. Each rank compares its rows of them."""
+        """Parameters that the config ties but the files do not. Each rank compares its rows of them."""
         of = {name: conversion for conversion in self.conversions for name in conversion.targets}
         found = []
         for target, source in getattr(self.model, "all_tied_weights_keys", {}).items():
@@ -468,7 +469,7 @@ class Checkpoint:
         return found
 
     def load(self, mesh: DeviceMesh) -> None:
-        """Give the model its values: of a DTensor's this rank's part."""
+        """Load the values into the model: for a DTensor only this rank's part."""
         owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for module in self.model.modules():
             for tensors in (module._parameters, module._buffers):
@@ -498,7 +499,7 @@ def _as_it_is(lazy: Lazy) -> Lazy:
 
 
 def region(tensor: Lazy | Tensor, ranges: Sequence[Sequence[range]]) -> Tensor:
-    """The indices in `ranges` of each dimension, one range after the other."""
+    """The values at the indices in `ranges` of each dimension, one range after the other."""
     if isinstance(tensor, Lazy):
         return tensor.region(ranges)
     for dim, parts in enumerate(ranges):
@@ -507,7 +508,7 @@ def region(tensor: Lazy | Tensor, ranges: Sequence[Sequence[range]]) -> Tensor:
 
 
 def _values(full: Lazy | Tensor, like: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What this rank holds of it, as a parameter or buffer like that one."""
+    """This rank's part of `full`, as a parameter or buffer like `like`."""
     if not isinstance(like, DTensor):
         own = region(full, [[range(size)] for size in full.shape])
         own = own.to(mesh.device_type, like.dtype)

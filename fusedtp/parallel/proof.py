@@ -1,9 +1,9 @@
-"""Proof that a plan computes what the model computes: a tiny copy runs parallel and alone, and all is compared.
+"""Prove that a plan computes the same as the model: run a tiny copy parallel and on one device, compare everything.
 
-A plan says how parameters lie; that a model's code then still computes the same is its author's promise, and some
-plans break it (a gate and an up projection in one matrix that is cut in half; statistics over features of which each
-rank sees a part). `proved_plan` finds the module where values part, leaves what that module holds whole, and tries
-again until all is exact: fewer modules are split then, and `explain` names those that are not.
+A plan only specifies placements. That the model's code then still computes the same is the promise of the plan's
+author, and some plans break it (gate and up projections packed in one matrix that is cut in half; statistics over
+features of which each rank sees only a part). `proved_plan` finds the module where values diverge, leaves that module
+whole, and tries again until everything is exact. Then fewer modules are split, and `explain` lists the whole ones.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from .token_shard import TokenShard
 from .twin import NoTwin, twin_of
 from .vocab_shard import VocabShard
 
-# Roundoff of a small model in fp32 is four orders of magnitude below what a fault in a plan makes.
+# Roundoff of a small model in fp32 is four orders of magnitude below the effect of a faulty plan.
 OFF = 5e-3
-_seeding = threading.Lock()  # virtual ranks are threads of one process, with one generator
+_seeding = threading.Lock()  # virtual ranks are threads of one process and share one generator
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What the comparison found.
+    """The result of the comparison.
 
-    outputs     of the model, largest difference relative to the largest value
-    gradients   parameter -> the same of its gradient; a gradient far below all others counts as one of a thousandth
-    failure     the error that the parallel copy raised; ""
-    where       the module at which values parted, or that was running; "" where all is exact
+    outputs     largest difference of the model's outputs, relative to their largest value
+    gradients   parameter -> the same for its gradient; very small gradients are measured relative to a thousandth of
+                the largest gradient
+    failure     the error that the parallel copy raised, or ""
+    where       the module where values diverged, or that was running when it failed; "" if everything is exact
     """
 
     outputs: float
@@ -74,14 +75,14 @@ def prove(
     plan: Mapping[str, str] | None = None,
     sequence_parallel: bool = True,
 ) -> Proof:
-    """Compare outputs and every gradient of a tiny copy of the model, parallel and alone. Collective.
+    """Compare outputs and every gradient of a tiny copy of the model, parallel and on one device. Collective.
 
-        mesh      that of parallelize
+        mesh      as for parallelize
         example   arguments of forward; default: token ids, one row of them padded
-        plan      module name -> style; default: the model's own, as parallelize takes it
+        plan      module name -> style; default: the model's own, as for parallelize
 
     A transformers model is copied small, with random weights; any other is copied as it is, and needs an example.
-    Raises NoTwin where neither can be done. The model itself is neither run nor changed.
+    Raises NoTwin if neither is possible. The model itself is neither run nor changed.
     """
     taken: Mapping[str, Any] = plan_of(model) if plan is None else plan
     return _prove(_copy_of(model, mesh, example), mesh, example, taken, sequence_parallel)
@@ -108,7 +109,7 @@ def proved_plan(
 
 
 def _region(where: str, plan: Mapping[str, str]) -> tuple[str, list[str]]:
-    """The smallest module around the fault that the plan splits, and what the plan says of it."""
+    """The smallest module around the fault with patterns in the plan, and those patterns."""
     name = generic(where) if where else ""
     single = not any(pattern.startswith(f"{name}.") for pattern in plan)
     at = parent_of(name) if single and name else name
@@ -151,7 +152,7 @@ def _prove(
     counted = dict(comm.engine_calls), dict(comm.layer_calls)
     try:
         return _compare(plain, mesh, comm, example, plan, sequence_parallel)
-    finally:  # calls of a tiny copy are none of the model's
+    finally:  # calls of the tiny copy must not count as calls of the model
         for counts, before in zip((comm.engine_calls, comm.layer_calls), counted, strict=True):
             counts.clear()
             counts.update(before)
@@ -184,7 +185,7 @@ def _compare(
         got = _run(parallel, example)
         outputs = max((_off(a, b) for a, b in zip(got, want, strict=True)), default=0.0)
         gradients = _gradients(parallel, plain)
-    except Exception as error:  # whatever the model's code says to tensors that it does not expect
+    except Exception as error:  # the model's code may raise anything on tensors that it does not expect
         failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     found = Proof(outputs, gradients, failure, running[-1] if failure and running else "")
     if _any(not found.exact, comm.name, comm.world_size, comm.device) and not failure:
@@ -211,7 +212,7 @@ def _run(model: nn.Module, example: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _track(model: nn.Module, running: list[str]) -> None:
-    """Keep the names of the modules whose forward runs."""
+    """Keep a stack of the names of running modules."""
     for name, module in model.named_modules():
 
         def enter(module: Any, args: Any, name: str = name) -> None:
@@ -230,7 +231,7 @@ def _off(got: Tensor, want: Tensor, least: float = 1e-9) -> float:
     if not want.numel():
         return 0.0
     error = float((got.float() - want.float()).abs().max() / want.float().abs().max().clamp(min=least))
-    return error if error == error else float("inf")  # not a number
+    return error if error == error else float("inf")  # NaN counts as infinite
 
 
 def _gradients(parallel: nn.Module, plain: nn.Module) -> dict[str, float]:
@@ -256,7 +257,7 @@ def _gradients(parallel: nn.Module, plain: nn.Module) -> dict[str, float]:
 def _first_off(
     plain: nn.Module, mesh: Mesh, example: Mapping[str, Any], plan: Mapping[str, str], sequence_parallel: bool
 ) -> str:
-    """The first module to finish whose output is that of one device in shape, but not in values."""
+    """The first module to finish with an output that has the right shape but other values than on one device."""
     comm = communicator(mesh)
     parallel = copy.deepcopy(plain)
     adopt(parallel, mesh, plan, complete=False, engine="collective", sequence_parallel=sequence_parallel)

@@ -1,16 +1,16 @@
-"""ParallelStyles for torch's `parallelize_module`, and what `parallelize` applies by plan.
+"""ParallelStyles for torch's `parallelize_module`; `parallelize` applies the same styles by plan.
 
-    FusedColwise     a linear layer's output features split; the tokens' all-gather runs inside the matmul
-    FusedRowwise     its input features split; the reduce-scatter runs inside the matmul
-    FusedEmbedding   the vocabulary split
-    FusedExperts     the experts of a mixture split
-    Replicated       everything else: norms, parameters of a module's own
+    FusedColwise     splits a linear layer's output features; the all-gather of tokens runs inside the matmul
+    FusedRowwise     splits its input features; the reduce-scatter runs inside the matmul
+    FusedEmbedding   splits the vocabulary
+    FusedExperts     splits the experts of an MoE layer
+    Replicated       everything else: norms, a module's own parameters
 
     parallelize_module(block, mesh["tp"], {"up": FusedColwise(), "down": FusedRowwise(), "norm": Replicated()})
 
-A style slices the module's parameters, sets `module.parallel`, and gives the module a `forward` that calls it (a
-module of `fusedtp.nn` calls it by itself). torch's `src_data_rank` is ignored: every rank is to hold the same full
-parameters (or meta ones) before, and nothing is broadcast.
+A style slices the module's parameters, sets `module.parallel`, and gives the module a `forward` that calls it
+(`fusedtp.nn` modules call it themselves). torch's `src_data_rank` is ignored: every rank must hold the same full
+parameters (or meta ones) beforehand, and nothing is broadcast.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ from .placement import Mesh, Placement, Way, place_parameters
 
 
 class Style(ParallelStyle):
-    """What all styles share: check, place the parameters, install `module.parallel`."""
+    """Base of all styles: check the module, place its parameters, install `module.parallel`."""
 
     def faults(self, module: Any, world_size: int) -> list[str]:
-        """Why this style cannot be applied to this module; empty where it can."""
+        """Why this style cannot be applied to this module; empty if it can."""
         return []
 
     def ranks(self, world_size: int) -> int:
-        """Over how many ranks the parameters are placed, of a model that is split over world_size ranks."""
+        """Number of ranks that the parameters are placed on, if the model is split over world_size ranks."""
         return world_size
 
     def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
-        """How the module's own parameters lie; those not named are replicated."""
+        """Placements of the module's own parameters; the others are replicated."""
         return {}
 
     def ways(self, module: Any, ranks: int) -> dict[str, Way]:
-        """The same of every parameter, by name."""
+        """Parameter name -> Way, for all of the module's own parameters."""
         named = self.placements(module, ranks)
         own = module.named_parameters(recurse=False)
         return {name: Way((named.get(name, Replicate()),), (ranks,)) for name, _ in own}
 
     def mesh(self, module: Any, device_mesh: Mesh) -> Mesh:
-        """What they are placed on."""
+        """The mesh that the parameters are placed on."""
         return device_mesh
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        """Set `module.parallel` and, for a module of others, its forward. `mesh` is what its parameters are on."""
+        """Set `module.parallel` and, on a third-party module, its forward. `mesh` is the mesh of its parameters."""
         raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: Mesh) -> nn.Module:
@@ -90,9 +90,9 @@ class FusedStyle(Style):
     """Options of the layers that communicate.
 
     engine                auto, collective, chunked, triton or multimem; see fusedtp.explain
-    sequence_parallel     False: activations between layers are whole on every rank, [T, H]
+    sequence_parallel     False: every rank holds the whole activations between layers, [T, H]
     dim                   0: tokens are [T_r, H]; 1: [B, S_r, H]
-    sizes                 every rank's tokens, if they are not equal
+    sizes                 number of tokens on each rank, if they are not equal
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class FusedStyle(Style):
 class FusedColwise(FusedStyle):
     """Output features split over ranks: x [T_r, K] -> [T, N_r].
 
-    gather_output   give every rank all N features of all tokens
-    head_dim        the features are heads of this width: a shard holds whole heads, and where there are fewer heads
-                    than ranks (kv heads), the weight is replicated and a rank uses its head's rows
-    Further options as in FusedStyle.
+    gather_output   return all N features of all tokens on every rank
+    head_dim        the features are heads of this width: a shard holds whole heads; if there are fewer heads than
+                    ranks (kv heads), the weight is replicated and each rank uses the rows of its head
+    For further options see FusedStyle.
     """
 
     def __init__(self, *, gather_output: bool = False, head_dim: int | None = None, **options: Any) -> None:
@@ -161,7 +161,7 @@ class FusedColwise(FusedStyle):
 
 
 class FusedRowwise(FusedStyle):
-    """Input features split over ranks: x [T, K_r] -> [T_r, N], summed; the bias is added once. Options: FusedStyle."""
+    """Input features split over ranks: x [T, K_r] -> [T_r, N], summed; bias added once. For options see FusedStyle."""
 
     def faults(self, module: Any, world_size: int) -> list[str]:
         return linear_faults(module)
@@ -175,7 +175,7 @@ class FusedRowwise(FusedStyle):
 
 
 class FusedEmbedding(FusedStyle):
-    """The vocabulary split over ranks: ids of all tokens on every rank -> [T_r, H]. Options: FusedStyle."""
+    """Vocabulary split over ranks: every rank gets the ids of all tokens -> [T_r, H]. For options see FusedStyle."""
 
     def faults(self, module: Any, world_size: int) -> list[str]:
         if not hasattr(module, "num_embeddings") or getattr(module, "weight", None) is None:
@@ -193,10 +193,10 @@ class FusedEmbedding(FusedStyle):
 
 
 class FusedExperts(FusedStyle):
-    """The experts of a `fusedtp.nn.Experts` shared by ranks: x [T_r, H] -> [T_r, H].
+    """The experts of a `fusedtp.nn.Experts` split over ranks: x [T_r, H] -> [T_r, H].
 
     split   which ranks share them, and how
-    Further options as in FusedStyle.
+    For further options see FusedStyle.
     """
 
     def __init__(self, *, split: ExpertSplit | None = None, **options: Any) -> None:
@@ -227,7 +227,7 @@ class FusedExperts(FusedStyle):
         shares = self.split.shares(module.num_experts, mesh.size())
         if not isinstance(mesh, DeviceMesh) or len(shares.named) == 1:
             return mesh
-        if shares not in self._meshes:  # a process group for each dimension: once for all layers
+        if shares not in self._meshes:  # makes a process group per dimension, so share it between layers
             self._meshes[shares] = mesh._unflatten(0, tuple(shares.named.values()), tuple(shares.named))
         return self._meshes[shares]
 
@@ -245,8 +245,8 @@ class FusedExperts(FusedStyle):
 class Replicated(Style):
     """Every rank holds the module's own parameters whole.
 
-    partial   this rank's input is only a part of the tokens, or of the heads: gradients are summed over ranks.
-              False: it is the same on every rank, and so are gradients.
+    partial   True: this rank's input has only some of the tokens or heads, so gradients are summed over ranks.
+              False: inputs are the same on every rank, and so are gradients.
     """
 
     def __init__(self, *, partial: bool = True) -> None:
@@ -268,7 +268,7 @@ class Replicated(Style):
 
 
 def already_parallel(module: Any) -> list[str]:
-    """A module is split once, and before FSDP2 shards what is left."""
+    """A module is split only once, and before FSDP2 shards the rest."""
     if getattr(module, "parallel", None) is not None:
         return ["it is parallel already"]
     if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
@@ -277,7 +277,7 @@ def already_parallel(module: Any) -> list[str]:
 
 
 def linear_faults(module: Any) -> list[str]:
-    """Why a module is not a linear layer that this package can split."""
+    """Why a module is not a linear layer that this library can split."""
     weight = getattr(module, "weight", None)
     if not hasattr(module, "in_features") or not isinstance(weight, Tensor) or weight.dim() != 2:
         return [f"{type(module).__name__} is no linear layer with a weight [out_features, in_features]"]
@@ -289,7 +289,7 @@ def linear_faults(module: Any) -> list[str]:
 
 
 def computed(module: Any, placed: Iterable[str] = ("weight", "bias")) -> list[str]:
-    """What a plan would split that is no parameter: what parametrizations, weight_norm or pruning make of others."""
+    """Faults for tensors that a plan would split but that are computed: by parametrizations, weight_norm, pruning."""
     return [
         f"its {key} is computed from other parameters, which no plan splits: call remove_parametrizations (of torch.nn."
         "utils.parametrize), remove_weight_norm or prune.remove first, or leave it out of the plan"
@@ -299,7 +299,7 @@ def computed(module: Any, placed: Iterable[str] = ("weight", "bias")) -> list[st
 
 
 def install(module: Any, parallel: Any, forward: Any) -> None:
-    """Set module.parallel. A module that does not know the attribute calls it through a forward of ours."""
+    """Set module.parallel. A module that does not have this attribute also gets a forward that calls it."""
     calls_it_itself = hasattr(module, "parallel")
     module.parallel = parallel
     if not calls_it_itself:
@@ -307,7 +307,10 @@ def install(module: Any, parallel: Any, forward: Any) -> None:
 
 
 class NotPickled:
-    """Beside a forward of ours, which pickle writes as the name of a method, and the class of its module has none."""
+    """Marker that makes pickling a module with a replaced forward fail.
+
+    pickle would store that forward as a method name, which the module's class does not have.
+    """
 
     def __deepcopy__(self, memo: Any) -> NotPickled:
         return self
@@ -320,9 +323,9 @@ class NotPickled:
 
 
 def set_forward(module: Any, forward: Any) -> None:
-    """A forward of ours: a bound method, no closure, so that copies of the module have their own.
+    """Replace the module's forward with a bound method, not a closure, so that each copy of the module has its own.
 
-    It has the signature of the class's forward, by which transformers' generate and Trainer choose what to pass.
+    It keeps the signature of the class's forward: transformers' generate and Trainer inspect it to choose arguments.
     """
     module.forward = MethodType(_as_if(forward, type(module).forward), module)
     module._fusedtp_not_pickled = NotPickled()
@@ -336,7 +339,7 @@ def _as_if(forward: Any, own: Any) -> Any:
 
 
 def linear(self: Any, x: Tensor, layout: Any = None) -> Tensor:
-    """The forward of a split nn.Linear. A DTensor is taken as it lies, or brought to where it has to."""
+    """The forward of a split nn.Linear. A DTensor input is redistributed if its placement does not fit."""
     at: ColumnParallel | RowParallel = self.parallel
     gathers = isinstance(at, ColumnParallel)
     if isinstance(x, DTensor):
@@ -364,7 +367,7 @@ def embedding(self: Any, input: Tensor, layout: Any = None) -> Tensor:
 
 
 def with_plain_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of any other module: its parameters are plain local tensors while its own forward runs."""
+    """The forward of any other module: runs its own forward with its parameters as plain local tensors."""
     kept = dict(self._parameters)
     try:
         for name, parameter in kept.items():

@@ -1,34 +1,34 @@
-"""A tensor of all tokens of which each rank holds some rows: sequence parallelism for models that know nothing of it.
+"""A tensor of all tokens, with some rows on each rank: sequence parallelism for models that are unaware of it.
 
     logical    [B, S, H]             what the model's code sees: shape, dtype, device
     local      [T_r, H]              this rank's rows of the T = B * S flattened tokens, split as torch.chunk does
     meaning    the same tensor on every rank, with the same gradient on every rank
 
 A planned linear layer takes `local` and gathers inside its matmul; the next one reduces and scatters inside its own.
-What lies between runs on local rows where it treats every token alike (sums, norms, dropout, an unplanned linear), and
-on the gathered tensor where it may not: so any code is right, and code that treats tokens alike is fast. Nothing
-depends on where layers begin or end, on S dividing by the number of ranks, or on a model's names.
+An operation between them runs on local rows if it treats every token alike (sums, norms, dropout, an unplanned linear),
+and otherwise on the gathered tensor. So any code is correct, and code that treats tokens alike is fast. Nothing depends
+on where layers begin or end, on S being divisible by the number of ranks, or on the model's names.
 
-    operands of an operation on local rows          what is done with them          backward
+    operands of an operation on local rows          what is used                    backward
     another TokenShard, split alike                 its local rows                  -
     a plain tensor without token dimensions ([H])   itself                          a sum over ranks
     a plain tensor over tokens ([B, S, H], [S, 1])  its own rows                    a gather
     any other operation                             gathers every TokenShard        each rank takes its rows
 
-A plain tensor stands for a value that all ranks hold alike, as in transformers' tensor parallelism, and so does its
-gradient. That makes all rows of the table linear maps and their transposes.
+A plain tensor has the same value on all ranks, as in transformers' tensor parallelism, and so does its gradient. Each
+row of the table is therefore a linear map with its transpose as backward.
 
 Note [Two ways into a TokenShard]
-Python code reaches it by `__torch_function__`, which works on `local`, a plain tensor with the graph that made it.
-autograd.Function.apply (FSDP2's hooks, kernels of others), the engine's sums of gradients and other C++ reach it by
-`__torch_dispatch__`, below autograd. For these the wrapper itself hangs in the graph, by _Wrap; a wrapper that C++ put
-into the graph gets its rows back by _Unwrap. Both ways give the same gradient.
+Python code reaches it through `__torch_function__`, which works on `local`, a plain tensor with its autograd graph.
+autograd.Function.apply (FSDP2's hooks, third-party kernels), the engine's gradient accumulation and other C++ code
+reach it through `__torch_dispatch__`, below autograd. For these the wrapper itself is a node of the graph, made by
+_Wrap; if C++ code put a wrapper into the graph, _Unwrap returns its rows. Both ways give the same gradient.
 
 Note [In-place operations]
-They change `local`, and autograd keeps the graphs of its views right. Wrappers of views know nothing of each other, so
-Memory lists all that share values, and each is hung anew, by _Hang, on what its `local` has become. A view for which
-tokens had to be gathered (x[:, 0]) is one of a copy: Memory carries changes of either to the other, but for inference
-tensors, which do not count their changes.
+They change `local`, and autograd keeps the graphs of its views correct. But wrappers of views are unaware of each
+other, so Memory lists all wrappers that share values, and _Hang attaches each of them to the new graph of its `local`.
+If tokens had to be gathered for a view (x[:, 0]), it is a view of a copy: Memory carries changes from either to the
+other, except for inference tensors, which have no version counter.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ from .torch_names import (
 class Tokens(NamedTuple):
     """How tokens are split.
 
-    group      the communicator's name
-    rank       this one's place in it
-    sizes      every rank's rows
-    gathered   counts, by operation, how often one had to gather; shared by all tensors of a model
+    group      name of the communicator
+    rank       this rank in it
+    sizes      number of rows on each rank
+    gathered   operation -> how often it had to gather; shared by all tensors of a model
     """
 
     group: str
@@ -92,7 +92,7 @@ class Tokens(NamedTuple):
 
 @dataclass
 class Lent:
-    """A gathered copy of `local` that somebody has views of, as it was at `version`, and its node in the graph."""
+    """A gathered copy of `local` that has views, with its version and its autograd node when it was last in sync."""
 
     full: Tensor
     version: int
@@ -103,9 +103,9 @@ class Lent:
 
 
 class Memory:
-    """What a TokenShard and its views share. See Note [In-place operations].
+    """State shared by a TokenShard and its views. See Note [In-place operations].
 
-    wrappers   all of them that are alive
+    wrappers   all live wrappers
     lent       gathered copies
     """
 
@@ -114,7 +114,7 @@ class Memory:
         self.lent: list[Lent] = []
 
     def read(self) -> None:
-        """Before values are used: take what was changed in gathered copies."""
+        """Before values are used: copy changes of gathered copies back to the shards."""
         for copy in self.lent:
             if copy.full._version != copy.version:
                 if not torch.is_grad_enabled() and _base(copy.full).grad_fn is not copy.node:
@@ -127,7 +127,7 @@ class Memory:
                 self.changed(copy)
 
     def changed(self, by: Lent | None = None) -> None:
-        """After values were changed, through the shards or through a gathered copy."""
+        """After values were changed, through the shards or a gathered copy: update all wrappers and other copies."""
         self.wrappers = [ref for ref in self.wrappers if ref() is not None]
         for ref in self.wrappers:
             if (wrapper := ref()) is not None:
@@ -146,14 +146,14 @@ def _base(x: Tensor) -> Tensor:
 
 
 class TokenShard(Tensor):
-    """See above. Made by `shard`, or by the layers that reduce and scatter."""
+    """See above. Made by `shard`, or by the layers that reduce-scatter."""
 
     tokens: Tokens
-    lead: tuple[int, ...]  # the logical dimensions that count tokens: [B, S], or [T]
+    lead: tuple[int, ...]  # the logical token dimensions: [B, S], or [T]
     _rows: Tensor  # local, below autograd
-    _local: Tensor | None  # local, in the graph; None: only the wrapper is
-    _node: Any  # the wrapper's grad_fn as `_local` knows it; another one: C++ has put the wrapper elsewhere
-    _follows: bool  # whether the wrapper's graph comes from `_local`, not the other way round
+    _local: Tensor | None  # local, with its graph; None if only the wrapper is in the graph
+    _node: Any  # the wrapper's grad_fn that matches `_local`; if it changed, C++ code has moved the wrapper
+    _follows: bool  # whether the wrapper's graph comes from `_local`, or the other way round
     _memory: Memory
 
     @staticmethod
@@ -191,7 +191,7 @@ class TokenShard(Tensor):
 
     @property
     def features(self) -> int:
-        """How many dimensions follow those that count tokens."""
+        """Number of dimensions after the token dimensions."""
         return self._rows.dim() - 1
 
     @property
@@ -204,20 +204,20 @@ class TokenShard(Tensor):
         if not (torch.is_grad_enabled() and self._autograd("requires_grad")):
             return self._rows
         rows: Tensor = _Unwrap.apply(self)
-        if node is not None:  # a leaf would hold itself, by the graph of its rows
+        if node is not None:  # a leaf would reference itself through the graph of its rows
             self._local, self._node, self._follows = rows, node, False
         return rows
 
     @property
     def _source(self) -> Tensor:
-        """Where in the graph all of its gradient comes by: the wrapper, if C++ or requires_grad_ put it there."""
+        """The tensor that receives its whole gradient: the wrapper, if C++ or requires_grad_ put it into the graph."""
         follows = self._follows and self._autograd("grad_fn") is self._node
         if self._autograd("requires_grad") and not follows:
             return self
         return self.local
 
     def _hang(self) -> None:
-        """Put the wrapper into the graph where `_local` now is."""
+        """Attach the wrapper to the current graph of `_local`."""
         if self._autograd("is_inference")():
             return
         if not torch.is_grad_enabled() or not (self.local.requires_grad or self._autograd("requires_grad")):
@@ -227,21 +227,21 @@ class TokenShard(Tensor):
         self._node, self._follows = self._autograd("grad_fn"), True
 
     def full_tensor(self, why: str = "full_tensor") -> Tensor:
-        """The logical tensor as a plain one. Collective. `why` is what it is counted for."""
+        """The logical tensor as a plain one. Collective. The gather is counted under `why`."""
         self.tokens.gathered[why] += 1
         full = gather_tokens(self.local, self.tokens.group, self.tokens.sizes)
         return full.reshape(*self.lead, *full.shape[1:])
 
     def like(self, local: Tensor) -> TokenShard:
-        """Other values of the same tokens."""
+        """A TokenShard with other values for the same tokens."""
         return TokenShard.of(local, self.lead, self.tokens)
 
     def view_of(self, local: Tensor, lead: Sequence[int] | None = None) -> TokenShard:
-        """The same values, arranged otherwise."""
+        """A view: the same values in another shape."""
         return TokenShard.of(local, self.lead if lead is None else lead, self.tokens, self._memory)
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """A tensor [*lead, ...] of the same tokens -> this rank's rows."""
+        """A tensor [*lead, ...] over the same tokens -> this rank's rows."""
         return _rows_of(x, self.lead, self.tokens)
 
     @classmethod
@@ -267,14 +267,14 @@ class TokenShard(Tensor):
 
 
 def shard(full: Tensor, group: str, rank: int, world_size: int, gathered: Counter[str]) -> TokenShard:
-    """A plain [B, S, H] or [T, H] that all ranks hold -> the same, with each holding its rows."""
+    """A plain [B, S, H] or [T, H] that all ranks hold -> a TokenShard, with only its rows on each rank."""
     lead = full.shape[:-1]
     tokens = Tokens(group, rank, tuple(split(math.prod(lead), world_size)), gathered)
     return TokenShard.of(tokens.own(full.reshape(math.prod(lead), full.shape[-1])), lead, tokens)
 
 
 def gathered(tree: Any) -> Any:
-    """Every TokenShard in it as a plain tensor; what is no list, tuple, dict or dataclass of torch's is left alone."""
+    """The tree with every TokenShard as a plain tensor; objects that are not pytree nodes of torch are left alone."""
     return tree_map(lambda x: x.full_tensor("leaving the model") if isinstance(x, TokenShard) else x, tree)
 
 
@@ -285,7 +285,7 @@ def _rows_of(x: Tensor, lead: tuple[int, ...], tokens: Tokens) -> Tensor:
 
 
 class _Wrap(Function):
-    """local -> wrapper. A gradient that comes here has gone around `local`."""
+    """local -> wrapper. Gradients only get here if they bypassed `local`."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, lead: tuple[int, ...], tokens: Tokens, memory: Memory | None) -> TokenShard:
@@ -311,7 +311,7 @@ class _Unwrap(Function):
 
 
 class _Hang(Function):
-    """wrapper, local -> the wrapper, as if an operation had changed it in place into `local`."""
+    """wrapper, local -> the wrapper, as if an in-place operation had set it to `local`."""
 
     @staticmethod
     def forward(ctx: Any, wrapper: TokenShard, local: Tensor) -> TokenShard:
@@ -331,7 +331,7 @@ SAME = names("detach alias clone _to_copy zeros_like ones_like empty_like mul di
 
 
 def _below_autograd(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Sums and copies of gradients on local rows; all else on the gathered tensor."""
+    """Runs sums and copies of gradients on local rows, everything else on the gathered tensor."""
     name = func.overloadpacket.__name__
     if func.namespace == "c10d":
         raise NotImplementedError(f"{name} of a TokenShard, of which each rank has other rows; take its full_tensor()")
@@ -375,15 +375,15 @@ def _of_shape(x: TokenShard, full: Tensor, name: str) -> Tensor:
 
 
 def _alike(x: TokenShard, like: TokenShard) -> bool:
-    """Whether rows of the two stand beside each other."""
+    """Whether the rows of the two correspond."""
     return x.lead == like.lead and x.features == like.features and x.tokens.group == like.tokens.group
 
 
-# --- what Python code calls -------------------------------------------------------------------------------------
+# --- from Python code -------------------------------------------------------------------------------------------
 
 
 def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """func(*args, **kwargs), with a TokenShard among them."""
+    """func(*args, **kwargs), with a TokenShard among the arguments."""
     name = name_of(func)
     if name in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
@@ -421,7 +421,7 @@ def _whole(name: str, tree: Any) -> Any:
 
 
 def _on_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """By way of gathered tensors. Of those that func changes, own rows are written back."""
+    """Run func on gathered tensors. If it changes one in place, this rank's rows are written back."""
     shards = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, TokenShard)}
     whole = {key: x.full_tensor(name) for key, x in shards.items()}
     versions = {key: _version(x) for key, x in whole.items()}
@@ -430,7 +430,7 @@ def _on_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     back: dict[int, TokenShard] = {}
     for key, full in whole.items():
         target = shards[key]
-        if versions[key] is None:  # inference tensors do not count changes
+        if versions[key] is None:  # inference tensors have no version counter
             changed = is_in_place(name, kwargs) and bool(args) and args[0] is target
         else:
             changed = _version(full) != versions[key]
@@ -455,12 +455,12 @@ def _is_view_of(x: Tensor, full: Tensor) -> bool:
 
 
 def _operand(x: Tensor, like: TokenShard, broadcasts: bool = True) -> Tensor | None:
-    """What stands for x beside the local rows of `like`; None: nothing does."""
+    """The operand to use for x along with the local rows of `like`; None if tokens must be gathered."""
     if isinstance(x, TokenShard):
         return x.local if _alike(x, like) else None
     x = _plain(x)
     features = like.features
-    over = x.shape[: max(x.dim() - features, 0)]  # aligned with the last of the dimensions that count tokens
+    over = x.shape[: max(x.dim() - features, 0)]  # aligned with the last token dimensions
     of_each = x.shape[len(over) :]
     if len(over) > len(like.lead):
         return None
@@ -484,7 +484,7 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def _same_for_all(x: Any, like: TokenShard) -> Any:
-    """A value without token dimensions, beside local rows: its gradient is this rank's part of a sum."""
+    """A value without token dimensions, used along with local rows: its partial gradients are summed over ranks."""
     x = _plain(x)
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         return read(x, like.tokens.group)
@@ -499,7 +499,7 @@ def _wrapped(x: Any, make: Callable[[Tensor], TokenShard]) -> Any:
     return x
 
 
-# --- handlers: NotImplemented where tokens must be gathered -------------------------------------------------------
+# --- handlers: they return NotImplemented if tokens must be gathered ---------------------------------------------
 
 
 def _elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -513,7 +513,7 @@ def _elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) ->
         return func(*own_args, **own_kwargs)
 
     like = next(x for x in leaves if isinstance(x, TokenShard))
-    if name in ("to", "type_as"):  # another tensor says of which type only
+    if name in ("to", "type_as"):  # a tensor argument only specifies the dtype
         own = [x.local if isinstance(x, TokenShard) else x for x in leaves]
         if not isinstance(args[0], TokenShard):
             return call(own)
@@ -531,7 +531,7 @@ def _elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) ->
 
 
 def _dropout(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The mask of the whole tensor, so that all ranks draw as often as one device would, and draw the same."""
+    """Draws the mask of the whole tensor, so that all ranks draw the same numbers as one device would."""
     x, *given = args
     if not isinstance(x, TokenShard):
         return NotImplemented
@@ -545,13 +545,13 @@ def _dropout(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any
 
 
 def _drawn(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """rand_like and its kind: all ranks draw the whole tensor."""
+    """rand_like and similar: all ranks draw the whole tensor."""
     x, *rest = args
     return x.like(x.rows_of(func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *rest, **kwargs)))
 
 
 def _of_features(dim: Any, like: TokenShard, more: int = 0) -> Any:
-    """The dimensions counted from the last, so that they mean the same for local rows; None where one counts tokens."""
+    """The dimensions as negative ones, which mean the same for local rows; None if one of them is over tokens."""
     if isinstance(dim, tuple | list):
         found = [_of_features(d, like, more) for d in dim]
         return None if not found or None in found else tuple(found)
@@ -588,14 +588,14 @@ def _along(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         rest[place - 1] = dim
     if any(isinstance(x, Tensor) for x in [*rest, *kwargs.values()]):
         return NotImplemented
-    if name in SPREADS and own.shape[0] == 0:  # they would warn of too few elements
+    if name in SPREADS and own.shape[0] == 0:  # torch would warn about too few elements
         some = own.new_zeros(1, *own.shape[1:])
         return _wrapped(func(torch.cat([own, some]), *rest, **kwargs), lambda y: like.like(y[:0]))
     return _wrapped(func(own, *rest, **kwargs), like.view_of if name in VIEWS else like.like)
 
 
 def _by_index(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """gather, scatter and their kind along features: index and source are of the same tokens."""
+    """gather, scatter and similar along features: index and source cover the same tokens."""
     if len(args) < 2:
         return NotImplemented
     x, dim, *rest = args
@@ -617,7 +617,7 @@ def _one_hot(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any
 
 
 def _with_weights(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """linear, norms over features, products with one matrix: tokens as rows, and weights that all rows share."""
+    """linear, norms over features, products with one matrix: tokens are rows, and all rows share the weights."""
     at = 1 if name == "addmm" else 0
     like = args[at] if len(args) > at else None
     rest = [x for i, x in enumerate(args) if i != at] + list(kwargs.values())
@@ -642,7 +642,7 @@ def _with_weights(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -
 
 
 def _shape_of(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, ...] | None:
-    """Of what func makes of tensors of these shapes; torch raises here what it would raise for the whole ones."""
+    """The shape of func's result, computed on meta; torch raises what it would raise for the whole tensors."""
     if any(isinstance(x, torch.dtype) for x in tree_leaves((args, kwargs))):
         return None
     metas = tree_map(lambda x: torch.empty(x.shape, device="meta") if isinstance(x, Tensor) else x, (args, kwargs))
@@ -650,7 +650,7 @@ def _shape_of(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, ..
 
 
 def _arranged(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """view, reshape and their kind: tokens stay in order, so local rows do."""
+    """view, reshape and similar: tokens keep their order, and so do local rows."""
     x = args[0]
     shape = _shape_of(func, args, kwargs) if isinstance(x, TokenShard) else None
     if shape is None:
@@ -679,7 +679,7 @@ def _expanded(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> An
 
 
 def _of_all_tokens(index: Any, like: TokenShard) -> tuple[Any, tuple[int, ...]] | None:
-    """An index that takes every token, as one of local rows, and the token dimensions that it leaves."""
+    """For an index that takes every token: the same index into local rows, and the resulting token dimensions."""
     index = index if isinstance(index, tuple) else (index,)
     if not all(i is None or i is Ellipsis or isinstance(i, slice) or type(i) is int for i in index):
         return None
@@ -764,7 +764,7 @@ HANDLERS: dict[str, Callable[..., Any]] = {
 
 
 def _requires_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """requires_grad, its setter, requires_grad_. The wrapper of a new leaf is the leaf: its rows come from it."""
+    """requires_grad, its setter, requires_grad_. For a new leaf, the wrapper itself is the leaf, not its rows."""
     x, name = args[0], name_of(func)
     if name == "requires_grad" and len(args) == 1:
         return x._source._autograd("requires_grad") if x._source is x else x.local.requires_grad
@@ -779,7 +779,7 @@ def _requires_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _register_hook(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The hook gets the gradient of the whole tensor, a TokenShard."""
+    """The hook gets the gradient as a TokenShard."""
     x, hook = args
     source, lead, tokens = x._source, x.lead, x.tokens
 
@@ -793,7 +793,7 @@ def _register_hook(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The attribute, or torch.autograd.grad."""
+    """The attribute `grad`, or torch.autograd.grad."""
     if func is torch.autograd.grad:
         return _autograd_grad(*args, **kwargs)
     x, *value = args
@@ -833,7 +833,7 @@ def _backward(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
 
 @torch.enable_grad()
 def _local_pairs(outputs: Any, grads: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """Outputs and their gradients, of TokenShards this rank's rows."""
+    """Outputs and their gradients; TokenShards are replaced by this rank's rows."""
     outputs = _as_tuple(outputs)
     grads = (None,) * len(outputs) if grads is None else _as_tuple(grads)
     pairs = [

@@ -1,17 +1,17 @@
-"""Try a plan on one module: it runs whole and as virtual ranks, and outputs and every gradient are compared.
+"""Try a plan on one module: run it whole and on virtual ranks, and compare the outputs and every gradient.
 
     whole     a copy with random weights, forward and backward on given inputs
-    split     the same copy as W threads (comm/virtual_world.py), once for gradients and once without autograd
-    verdict   "" where all is the same, else what differs or which error the split one raised
+    split     the same copy on W threads (comm/virtual_world.py), once for gradients and once without autograd
+    verdict   "" if everything matches, else what differs or the error that the split one raised
 
-Code that branches on activations must decide by the same numbers: with other inputs a rank's own part could lead it
-another way. So the numbers behind its decisions are compared too.
+Code that branches on activations must see the same values on every rank: with other inputs, a rank that sees only its
+part could take another branch. So the values behind its decisions are compared too.
 
-Weights are random, since those of a model may hide a fault (a projection that starts at zero). All runs are in fp32 on
-the CPU. The first is in evaluation mode; the second is in training mode without dropout, on inputs so large that what
-clamps or clips is active. There a softmax saturates, and roundoff may change a small gradient much: how much, is
-measured by moving the weights by a unit in their last place. Buffers are compared, too. Arguments that the model does
-not pass are not tried.
+Weights are random, since a model's own weights may hide a fault (a projection that is initialized to zero). All runs
+are in fp32 on the CPU. The first run is in evaluation mode. The second is in training mode without dropout, on inputs
+so large that clamps and clips are active. There a softmax saturates, and roundoff may change a small gradient a lot;
+how much is measured by moving the weights by one unit in the last place. Buffers are compared too. Arguments that the
+model does not pass are not tried.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from .placement import Way
 from .token_shard import TokenShard, shard
 from .vocab_shard import VocabShard
 
-# Roundoff of a module with random weights is three orders of magnitude below this, a fault's effect as far above.
+# Roundoff of a module with random weights is three orders of magnitude smaller, the effect of a fault as much larger.
 OFF = 1e-3
-# Factor of inputs in the second run, which has more roundoff: a value may be off by MARGIN times what MOVES of the
-# weights change in it, since it passes through some tens of roundings. One move alone may happen to change nothing.
+# The second run scales inputs by LOUD and has more roundoff: a value may be off by MARGIN times the change that MOVES
+# of the weights cause in it, since it goes through some tens of roundings. A single move may happen to change nothing.
 LOUD, MARGIN, MOVES = 30.0, 8.0, range(1, 4)
 DROPOUTS = re.compile(r"p|.*drop.*")
-# Ranks whose code goes other ways wait for each other.
+# Ranks that take different branches would wait for each other.
 TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of a forward; tensors that require gradients get them compared."""
+    """Arguments of a forward; gradients of tensors that require them are compared."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def fresh(self) -> Inputs:
-        """The same values, apart from any graph."""
+        """The same values, detached from any graph."""
 
         def leaf(x: Any) -> Any:
             return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
@@ -67,7 +67,7 @@ class Inputs:
         return Inputs(*tree_map(leaf, (self.args, self.kwargs)))
 
     def loud(self) -> Inputs:
-        """The same, large."""
+        """The same inputs, scaled by LOUD."""
 
         def louder(x: Any) -> Any:
             return (x.detach() * LOUD).requires_grad_() if isinstance(x, Tensor) and x.requires_grad else x
@@ -75,15 +75,15 @@ class Inputs:
         return Inputs(*tree_map(louder, (self.args, self.kwargs)))
 
     def gradients(self) -> list[Tensor]:
-        """Of those that require them, in order."""
+        """Gradients of the tensors that require them, in order."""
         leaves = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor) and x.requires_grad]
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
 
 class Call(nn.Module):
-    """A module as it is called inside a model, where tokens may be split.
+    """Calls a module as a model would, with tokens split if `shares` is set.
 
-    shares   (the communicator's name, rank, ranks) of those that split them
+    shares   (name of the communicator, rank, world size) of the ranks that share the tokens
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -97,7 +97,7 @@ class Call(nn.Module):
         return self.module(*args, **kwargs)
 
     def _shard(self, x: Any) -> Any:
-        """Hidden states [B, S, H], split as between layers; masks and rotations take no part in a backward."""
+        """Split hidden states [B, S, H] as between layers; masks and rotary tables, without gradient, stay whole."""
         if not isinstance(x, Tensor) or not x.requires_grad or x.dim() != 3:
             return x
         assert self.shares is not None
@@ -105,7 +105,7 @@ class Call(nn.Module):
 
 
 def random_copy(module: nn.Module) -> nn.Module:
-    """A copy in fp32 on the CPU; each weight matrix keeps the size of what it multiplies."""
+    """A copy in fp32 on the CPU with random weights, scaled so that each matrix preserves the size of its input."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(parameter: Tensor) -> nn.Parameter:
@@ -120,14 +120,14 @@ def random_copy(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         if buffer.is_meta:
             memo[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype)
-    for each in module.modules():  # what an earlier forward left
+    for each in module.modules():  # tensors that an earlier forward stored on the module
         kept = [x for x in tree_leaves(vars(each)) if isinstance(x, Tensor) and not x.is_leaf]
         memo.update({id(x): x.detach().clone() for x in kept})
     return copy.deepcopy(module, memo).cpu().float().eval()
 
 
 def sharing(module: nn.Module) -> Any:
-    """A copy of it, its parameters other ones of the same storage."""
+    """A copy with new parameters that share storage with the old ones."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters()}
     return copy.deepcopy(module, memo)
 
@@ -138,13 +138,13 @@ Numbers = list[Tensor | None]
 
 
 class Decisions(TorchFunctionMode):
-    """The activations by which a module's own code (not torch's, nor this library's) decides in Python.
+    """The activations that the module's own Python code (not torch's or this library's) branches on.
 
-    of     identity of a tensor without gradient -> the tensor, and the activations it was computed from (by comparison,
-           detached, under no_grad); it is kept alive so that its identity is not reused
+    of     id of a tensor without gradient -> the tensor, and the activations it was computed from (by comparison,
+           detached, under no_grad); the tensor is kept alive so that its id is not reused
     made   the activations behind each value that Python read, in order
 
-    None stands for split tokens: the library makes them whole where code asks for values.
+    None stands for split tokens: the library gathers them when code reads their values.
     """
 
     def __init__(self) -> None:
@@ -169,14 +169,14 @@ class Decisions(TorchFunctionMode):
         return result
 
     def _asked(self) -> bool:
-        """Whether the module's code asks, not torch or this library."""
+        """Whether the module's own code reads the value, not torch or this library."""
         frame: Any = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename.startswith(TORCHS):
             frame = frame.f_back
         return frame is not None and not frame.f_code.co_filename.startswith(OWN)
 
     def differ(self, whole: Decisions) -> str:
-        """What is other than where nothing was split; ""."""
+        """What differs from the decisions of the whole module, or ""."""
         for mine, theirs in zip(self.made, whole.made):
             pairs = [(a, b) for a, b in zip(mine, theirs) if a is not None and b is not None]
             if any(_off("a", a, b) for a, b in pairs):
@@ -186,12 +186,12 @@ class Decisions(TorchFunctionMode):
 
 @dataclass
 class Run:
-    """The whole module, run in one way.
+    """One run of the whole module.
 
     trains    in training mode, without dropout
-    off       how far a split one may be from it
-    noise     name of what is compared -> how far roundoff alone may move that; measured where something is off
-    weights   what each output counts in the sum that backward starts from
+    off       tolerance of the split one
+    noise     name of a compared value -> how far roundoff alone may move it; measured only if something is off
+    weights   weight of each output in the sum that backward starts from
     """
 
     inputs: Inputs
@@ -207,11 +207,11 @@ class Run:
 
     @property
     def least(self) -> float:
-        """A gradient far below the largest one counts as one of a thousandth of that."""
+        """The smallest scale for relative errors of gradients: a thousandth of the largest gradient."""
         return 1e-3 * max((_top(g) for g in self.gradients.values() if g is not None), default=0.0)
 
     def bound(self, name: str, scale: float = 1.0) -> float:
-        """scale: the largest value of the whole, divided by that of a part, of which differences are a fraction."""
+        """scale: largest value of the whole tensor / largest value of the part that errors are relative to."""
         return max(self.off, scale * self.noise.get(name, 0.0))
 
     def drawn(self, i: int, x: Tensor) -> Tensor:
@@ -220,14 +220,14 @@ class Run:
 
 
 class Trial:
-    """Plans of one module, tried over world_size ranks on the same inputs."""
+    """Tries plans of one module over world_size ranks on the same inputs."""
 
     def __init__(
         self, module: nn.Module, inputs: Inputs, world_size: int, *, sequence_parallel: bool, parts: bool
     ) -> None:
-        """parts: an output besides the first may be this rank's part of the whole one (attention weights of heads).
+        """parts: outputs besides the first may be only this rank's part (such as attention weights of its heads).
 
-        Raises what the module raises, and ValueError for one without a finite output.
+        Raises what the module raises, and ValueError if its output is not finite.
         """
         self.module, self.world_size = module, world_size
         self.sequence_parallel, self.parts = sequence_parallel, parts
@@ -237,10 +237,10 @@ class Trial:
         loud = Run(inputs.loud(), True, 10 * OFF)
         try:
             found, again = self._whole(loud), self._whole(replace(loud, weights=[], decisions=Decisions()))
-        except Exception:  # it does not train alone
+        except Exception:  # it does not run alone in training mode
             return
         pairs = list(zip(found.want, again.want, strict=True))
-        if all(bool(a.isfinite().all()) and not _off("", a, b) for a, b in pairs):  # else it draws numbers
+        if all(bool(a.isfinite().all()) and not _off("", a, b) for a, b in pairs):  # else it draws random numbers
             self.runs.append(found)
 
     def _noise(self, run: Run) -> dict[str, float]:
@@ -260,7 +260,7 @@ class Trial:
         return noise
 
     def _whole(self, run: Run, seed: int | None = None) -> Run:
-        """seed: of a move of the weights by about one unit in the last place."""
+        """seed: if given, first move the weights randomly by about one unit in the last place."""
         whole = Call(self._copied(run))
         if seed is not None:
             generator = torch.Generator().manual_seed(seed)
@@ -275,7 +275,7 @@ class Trial:
         return run
 
     def _copied(self, run: Run) -> nn.Module:
-        """A copy of the module, of the same parameters, in the mode of a run."""
+        """A copy of the module that shares its parameters, in the mode of a run."""
         made: nn.Module = sharing(self.module)
         if run.trains:
             for each in made.train().modules():
@@ -284,7 +284,7 @@ class Trial:
         return made
 
     def verdict(self, plan: Mapping[str, str]) -> str:
-        """Whether the module split by this plan does the same: "", or what is wrong."""
+        """What is wrong with the module split by this plan, or "" if it computes the same."""
         own = {f"module.{name}".rstrip("."): word for name, word in plan.items()}
         for run in self.runs:
             try:
@@ -292,7 +292,7 @@ class Trial:
                 if fault and run.trains and not run.noise:
                     run.noise = self._noise(run)
                     fault = self._fault(own, run)
-            except Exception as error:  # whatever the module's code says to tensors that it does not expect
+            except Exception as error:  # the module's code may raise anything on tensors that it does not expect
                 return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             if fault:
                 return fault + ", in training mode and on large inputs" * run.trains
@@ -343,13 +343,13 @@ class Trial:
         return ""
 
     def _weights(self, run: Run, i: int, x: Tensor, rank: int) -> Tensor:
-        """What a rank's output counts; zero for one that is wrong anyway."""
+        """Weights of a rank's output in the loss; zeros if its shape is wrong."""
         found = run.weights[i] if i < len(run.weights) else torch.zeros_like(x)
         found = found if i == 0 else self._part(x, found, rank)
         return found if found.shape == x.shape else torch.zeros_like(x)
 
     def _part(self, got: Tensor, want: Tensor, rank: int) -> Tensor:
-        """The part of an output that a rank may return."""
+        """The part of an output that a rank is allowed to return."""
         if not self.parts or got.dim() != want.dim():
             return want
         dims = [i for i, (a, b) in enumerate(zip(got.shape, want.shape, strict=True)) if a != b]
@@ -375,7 +375,7 @@ class Trial:
 
 
 def _run(module: Call, inputs: Inputs, weights: Callable[[int, Tensor], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Floating-point outputs, after a backward through all of them, and gradients of inputs."""
+    """Floating-point outputs and gradients of inputs, after a backward through all outputs."""
     fresh = inputs.fresh()
     with torch.enable_grad():
         found = _floats(module(*fresh.args, **fresh.kwargs))
@@ -387,7 +387,7 @@ def _run(module: Call, inputs: Inputs, weights: Callable[[int, Tensor], Tensor])
 
 
 def _floats(outputs: Any) -> list[Tensor]:
-    """Raises ValueError where there are none."""
+    """Floating-point outputs as whole tensors. Raises ValueError if there are none."""
     whole = [x.full_tensor() if isinstance(x, TokenShard | VocabShard) else x for x in _leaves(outputs)]
     found = [x for x in whole if isinstance(x, Tensor) and x.is_floating_point()]
     if not found:
@@ -396,7 +396,7 @@ def _floats(outputs: Any) -> list[Tensor]:
 
 
 def _leaves(outputs: Any) -> list[Any]:
-    """Also of what is in dataclasses."""
+    """tree_leaves that also looks into dataclasses."""
     found: list[Any] = []
     for x in tree_leaves(outputs):
         own = is_dataclass(x) and not isinstance(x, type)
@@ -405,7 +405,7 @@ def _leaves(outputs: Any) -> list[Any]:
 
 
 def _off(name: str, got: Tensor, want: Tensor, least: float = 1e-9, bound: float = OFF) -> str:
-    """What is wrong with a tensor; ""."""
+    """What is wrong with a tensor, or ""."""
     if got.shape != want.shape:
         return f"{name} is {tuple(got.shape)} instead of {tuple(want.shape)}"
     error = _error(got, want, least)
@@ -413,7 +413,7 @@ def _off(name: str, got: Tensor, want: Tensor, least: float = 1e-9, bound: float
 
 
 def _error(got: Tensor, want: Tensor, least: float) -> float:
-    """The largest difference, relative to the largest value, or to `least`."""
+    """The largest difference, relative to the largest value or to `least` if that is larger."""
     if not want.numel():
         return 0.0
     return float((got - want).detach().abs().nan_to_num(math.inf).max()) / max(_top(want), least)
