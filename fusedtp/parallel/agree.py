@@ -1,4 +1,4 @@
-"""What a split model relies on, checked once: ranks have one plan and the same weights, see the same inputs, draw the
+"""One-time checks of what a split model relies on: ranks have the same plan and weights, see the same inputs, draw the
 same random numbers, and sum gradients."""
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from fusedtp.ops.tokens import gather_tokens
 def agreed_plan(
     make: Callable[[], tuple[Mapping[str, Any], dict[str, str]]], comm: Communicator
 ) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """What `make` finds, a plan and why modules stay whole, if it finds the same plan on every rank. Collective.
+    """The result of `make`, a plan and why modules stay whole; its plan must be the same on every rank. Collective.
 
-    Raises on every rank if it raised on any; ValueError that names modules for which ranks found different words.
+    If `make` raises on any rank, every rank raises. Raises ValueError that names modules with different styles on
+    different ranks.
     """
     error: Exception | None = None
     plan: Mapping[str, Any] = {}
     whole: dict[str, str] = {}
     try:
         plan, whole = make()
-    except Exception as raised:  # peers wait below
+    except Exception as raised:  # do not raise yet: peers wait in the exchange below
         error = raised
     if comm.world_size > 1:
         every = comm.world.exchange(("" if error is None else f"{type(error).__name__}: {error}", dict(plan)))
@@ -61,9 +62,9 @@ def _refuse_different(plans: list[dict[str, Any]]) -> None:
 
 
 def check_same_weights(model: nn.Module, comm: Communicator) -> None:
-    """Raises ValueError on every rank that names parameters and buffers that differ between ranks. Collective."""
+    """Raises ValueError on every rank, naming the parameters and buffers that differ between ranks. Collective."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    # by name: transformers registers buffers in the order of a set
+    # sorted by name: transformers registers buffers in set order, which differs between ranks
     own = {name: x for name, x in sorted(named.items()) if not isinstance(x, DTensor) and not x.is_meta}
     _refuse_weights(_differing(own, comm))
 
@@ -78,9 +79,9 @@ def _refuse_weights(differing: list[str]) -> None:
 
 
 def check_start(group: str, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """A hook before the first forward of a model of fusedtp.nn, whose weights may have come after parallelize.
+    """A hook before the first forward of a fusedtp.nn model, since its weights may be loaded after parallelize.
 
-    Ranks hold the same of what each of them has whole, and see the same batch. Collective.
+    Checks that replicated parameters are the same on all ranks, and that they see the same batch. Collective.
     """
     if torch.compiler.is_compiling():
         return
@@ -90,7 +91,7 @@ def check_start(group: str, model: Any, args: Any, kwargs: dict[str, Any]) -> No
     whole = {name: p._local_tensor for name, p in model.named_parameters() if _is_whole(p, group)}
     own = whole, _tensors_of(({**given, **numbers},))
     comm = communicator(group)
-    if comm.world_size > 1:  # as objects: these are no calls of the model, which are counted
+    if comm.world_size > 1:  # exchanged as objects, so that they do not count as calls of the model
         with torch.no_grad():
             every = comm.world.exchange([{name: _digest(x) for name, x in named.items()} for named in own])
         of_weights, of_inputs = ([digests[i] for digests in every] for i in (0, 1))
@@ -99,13 +100,13 @@ def check_start(group: str, model: Any, args: Any, kwargs: dict[str, Any]) -> No
 
 
 def _not_alike(every: Sequence[Mapping[str, list[float]]]) -> list[str]:
-    """Names for which ranks have other digests, or of which some have none."""
+    """Names with different digests on different ranks, or missing on some."""
     names = dict.fromkeys(name for digests in every for name in digests)
     return [name for name in names if any(digests.get(name) != every[0].get(name) for digests in every)]
 
 
 def _is_whole(parameter: Any, group: str) -> bool:
-    """Whether each rank of the group has all of it, be it sharded over others."""
+    """Whether the parameter is replicated within the group; it may be sharded over other ranks."""
     if not isinstance(parameter, DTensor) or parameter.is_meta or not parameter.placements[-1].is_replicate():
         return False
     mesh = parameter.device_mesh
@@ -113,7 +114,7 @@ def _is_whole(parameter: Any, group: str) -> bool:
 
 
 def check_same_inputs(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """A hook before a model's first forward: all ranks see the same batch, and no new parameters. Collective."""
+    """A hook before a model's first forward: checks for the same batch on all ranks, no new parameters. Collective."""
     if torch.compiler.is_compiling():
         return
     _once(model, check_same_inputs)
@@ -143,16 +144,16 @@ def _refuse_inputs(differing: list[str]) -> None:
 
 
 def check_same_ids(ids: Tensor, group: str) -> None:
-    """Of an embedding whose ids are of all tokens: ranks have the same. Collective, not counted as a call."""
+    """Checks that an embedding gets the same ids, of all tokens, on all ranks. Collective, not counted as a call."""
     comm = communicator(group)
     if comm.world_size > 1 and not ids.is_meta:
         _refuse_inputs(_not_alike(comm.world.exchange({"ids of an embedding": _digest(ids)})))
 
 
 def watch_draws(model: Any, args: Any) -> None:
-    """A hook before forwards in training, until one is right: where generators differ, see what is drawn. Collective.
+    """A hook before training forwards, until one passes: if generators differ, record what is drawn. Collective.
 
-    Compiled code does not show for what it draws.
+    Skipped for compiled code, which does not show what it draws for.
     """
     shared = model._fusedtp
     if torch.compiler.is_compiling() or shared.compiled or not model.training:
@@ -165,7 +166,7 @@ def watch_draws(model: Any, args: Any) -> None:
 
 
 def check_draws(model: Any) -> None:
-    """After that forward. Raises ValueError on every rank if other numbers were drawn for the same. Collective."""
+    """After that forward: ValueError on every rank if ranks drew different numbers for whole tensors. Collective."""
     watched, model._fusedtp.watched = model._fusedtp.watched, None
     comm = communicator(model._fusedtp.group)
     drawn = torch.tensor([float(watched.drawn())], device=comm.device)
@@ -187,10 +188,10 @@ def _once(model: Any, hook: Any) -> None:
 
 
 def check_gradients(x: Tensor) -> None:
-    """Of a split layer's input, its own rows of the tokens: parameters that made it must have summed gradients.
+    """Checks a split layer's input (this rank's rows): gradients of the parameters that produced it must be summed.
 
-    Walks back to what the last split layer put out. Raises ValueError for a plain parameter on the way: each rank would
-    get its own tokens' part of that gradient, and nobody would sum the parts.
+    Walks the graph back to the output of the last split layer. Raises ValueError for a plain parameter on the way: each
+    rank would get only the gradient of its own tokens, and nothing would sum these gradients.
     """
     nodes, seen = [x.grad_fn], set()
     while nodes:
@@ -211,13 +212,13 @@ def check_gradients(x: Tensor) -> None:
 
 
 def named_leaves(args_and_kwargs: Any) -> list[tuple[str, Any]]:
-    """Those of a call by name, in an order that is the same on all ranks.
+    """Leaves of a call's arguments by name, in an order that is the same on all ranks.
 
-    That of a dictionary need not be: transformers makes one of masks from a set of the kinds of layers.
+    Dictionary order may differ: transformers builds a dictionary of masks from a set of layer types.
     """
     try:
         leaves, _ = tree_flatten_with_path(args_and_kwargs)
-    except ValueError:  # a kind of node that names none
+    except ValueError:  # a pytree node type without key paths
         return [(str(i), x) for i, x in enumerate(tree_leaves(args_and_kwargs))]
     return sorted(((_named(path), x) for path, x in leaves), key=lambda each: each[0])
 
@@ -229,13 +230,13 @@ def _named(path: Any) -> str:
 
 @torch.no_grad()
 def _differing(tensors: dict[str, Tensor], comm: Communicator) -> list[str]:
-    """Names of those that are not the same bits on every rank."""
+    """Names of the tensors that are not bitwise equal on every rank."""
     if comm.world_size == 1 or not tensors:
         return []
     digests = torch.tensor([_digest(x) for x in tensors.values()], dtype=torch.float32, device=comm.device)
     every = gather_tokens(digests, comm.name, (len(tensors),) * comm.world_size)
     same = (every.view(comm.world_size, len(tensors), -1) == digests).all(-1).all(0)
-    same = gather_tokens(same.float(), comm.name, (len(tensors),) * comm.world_size)  # all ranks name the same
+    same = gather_tokens(same.float(), comm.name, (len(tensors),) * comm.world_size)  # so all ranks return the same
     alike = same.view(comm.world_size, -1).bool().all(0).tolist()
     return [name for name, equal in zip(tensors, alike, strict=True) if not equal]
 
@@ -244,7 +245,7 @@ SAMPLES = 16
 
 
 def _digest(x: Tensor) -> list[float]:
-    """Shape, an exclusive or of all bits, and some values, as numbers that fp32 holds."""
+    """Shape, XOR of all bits, and some values, as numbers that fp32 represents exactly."""
     shape = zlib.crc32(repr((tuple(x.shape), x.dtype)).encode())
     bits, sample = 0, [0.0] * SAMPLES
     if x.numel():

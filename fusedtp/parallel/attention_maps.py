@@ -1,8 +1,8 @@
-"""Attention maps of a split model, [B, heads, S, T], as users ask for them: output_attentions=True.
+"""Attention maps of a split model, [B, heads, S, T], for output_attentions=True.
 
-Each rank computes the maps of its own heads. A hook on modules that hold the projections marks the maps among their
-outputs, and where the model ends, marked ones are gathered: only what is returned is communicated. A map whose mark is
-lost, because code of the model made another tensor of it or torch.compile traced it, is refused.
+Each rank computes the maps of its own heads. A hook on the modules that hold the projections marks the maps among their
+outputs, and marked maps are gathered at the end of the model: only returned maps are communicated. If a map has lost
+its mark, because model code made another tensor of it or torch.compile traced it, ValueError is raised.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ HEADS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_he
 
 
 def mark_maps(modules: Iterable[nn.Module], group: str, world_size: int) -> None:
-    """Have maps marked among the outputs of modules that hold split projections, but not of what is around attention:
+    """Register hooks that mark maps among the outputs of modules with split projections.
 
-    a layer whose MLP is split may return maps of an attention that is whole.
+    Skips modules that contain whole layers: one with a split MLP may return maps of an attention that is not split.
     """
     for module in modules:
         if not any(_holds_layers(child) for child in module.children()):
@@ -44,7 +44,7 @@ def _mark(module: Any, args: Any, outputs: Any, *, group: str, world_size: int) 
 
 
 def gather_maps(model: Any, outputs: Any) -> Any:
-    """Outputs with marked maps gathered. Collective. Raises ValueError for attentions of which heads are missing."""
+    """Outputs with marked maps gathered. Collective. Raises ValueError if an attention map lacks heads."""
     done = tree_map(partial(_gathered, model._fusedtp.gathered), outputs)
     if isinstance(done, Mapping):
         _refuse_parts(model, done, outputs)
@@ -61,7 +61,7 @@ def _gathered(counts: Any, x: Any) -> Any:
 
 
 def _refuse_parts(model: Any, done: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-    """By the numbers of heads that the configuration names."""
+    """Raises ValueError for maps with another number of heads than the configuration has."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = [getattr(each, name, None) for each in (config, text) for name in HEADS]

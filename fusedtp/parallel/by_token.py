@@ -1,12 +1,12 @@
-"""Whether a module's forward makes of each token's features something of that token alone, read off its text.
+"""Decide from a module's source code whether its forward treats every token independently.
 
-A norm is the case that matters: every decoder layer of others has two or more, each five or ten operations long, and
-each operation on a TokenShard costs the host more than the same one on a plain tensor. Where the text shows that no
-operation can tell tokens apart, the forward runs once on the plain rows instead, see `each_token` in foreign.py.
+Norms are the important case: third-party decoder layers have two or more, each of five to ten operations, and an
+operation on a TokenShard costs more host time than one on a plain tensor. If the source shows that no operation mixes
+tokens, the forward runs once on the plain rows instead, see `each_token` in foreign.py.
 
-The text is a proof, since little is understood: straight lines, without conditions or loops; arithmetic of the input,
-of numbers and of the module's own parameters of one dimension; functions of one element; means over the last dimension;
-the norms of torch.nn.functional; and methods of the module that are written in the same way. Anything else is no.
+The source is a proof because only a small subset of Python is accepted: straight-line code without conditions or loops;
+arithmetic on the input, numbers and the module's own 1-D parameters; elementwise functions; means over the last
+dimension; the norms of torch.nn.functional; and methods of the module written in the same way. Anything else is "no".
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ ELEMENTWISE = names("rsqrt sqrt square abs reciprocal neg sigmoid tanh float hal
 WITH_NUMBERS = names("pow clamp clamp_min clamp_max")
 OVER_FEATURES = names("mean var")
 NORMS = names("layer_norm rms_norm")
-_PARSING = threading.Lock()  # Python 3.11's parser fails where two threads are in it (python/cpython 106905)
+_PARSING = threading.Lock()  # Python 3.11's parser fails if two threads are in it (python/cpython 106905)
 MODULES: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
 
 
 class Text(NamedTuple):
-    """What a forward that treats tokens alike asks of its module: attributes it reads, and methods it calls."""
+    """Attributes that an accepted forward reads from its module, and methods that it calls."""
 
     attributes: frozenset[str]
     methods: frozenset[str]
@@ -52,22 +52,22 @@ def by_token(module: Any) -> Callable[..., Any] | None:
 
 
 def _is_of_features(module: Any, name: str) -> bool:
-    """Whether the module's attribute is a number, one dimension of features, or says how many those are."""
+    """Whether the module's attribute is a number, a 1-D tensor of features, or a shape of one dimension."""
     value = getattr(module, name, None)
     if isinstance(value, Tensor):
         return value.dim() <= 1 and (name in module._parameters or not value.requires_grad)
-    if isinstance(value, tuple | list):  # of F.layer_norm: how many dimensions are features
+    if isinstance(value, tuple | list):  # normalized_shape of F.layer_norm: must be one dimension
         return len(value) == 1 and isinstance(value[0], int)
     return value is None or isinstance(value, Number)
 
 
 @lru_cache(512)
 def _read(function: Any, cls: type, within: tuple[Any, ...] = ()) -> Text | None:
-    """None where it may tell tokens apart. `within`: the methods that call it."""
+    """What a function reads from its module; None if it may mix tokens. `within`: the methods that call it."""
     if not inspect.isfunction(function) or function in within:
         return None
     if hasattr(function, "__wrapped__") or function.__closure__:
-        return None  # the text would be another's, or have names that are not its module's
+        return None  # the source may be another function's, or use names from outside its module
     try:
         with _PARSING:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -82,7 +82,7 @@ def _read(function: Any, cls: type, within: tuple[Any, ...] = ()) -> Text | None
 
 
 def _is_what_runs(function: Any) -> bool:
-    """Whether its file still says what was imported."""
+    """Whether the source file still contains the code that was imported."""
     found = [compile("".join(inspect.findsource(function)[0]), "", "exec", dont_inherit=True)]
     for code in found:
         found += [each for each in code.co_consts if inspect.iscode(each)]
@@ -95,7 +95,7 @@ def _is_what_runs(function: Any) -> bool:
 
 
 class _Reader:
-    """Reads one function. `known`: names that stand for tensors of the tokens, or for a dtype of one."""
+    """Reads one function. `known`: names of variables that hold tensors of the tokens, or a dtype."""
 
     def __init__(self, cls: type, scope: dict[str, Any], within: tuple[Any, ...]) -> None:
         self.cls, self.scope, self.within = cls, scope, within
@@ -104,7 +104,7 @@ class _Reader:
         self.methods: set[str] = set()
 
     def reads(self, definition: ast.FunctionDef) -> bool:
-        """def forward(self, x): straight lines, the last of which returns."""
+        """def forward(self, x): straight-line code with a final return."""
         a = definition.args
         if len(a.args) != 2 or a.posonlyargs or a.kwonlyargs or a.vararg or a.kwarg or a.defaults:
             return False
@@ -125,7 +125,7 @@ class _Reader:
         return True
 
     def value(self, at: ast.expr) -> bool:
-        """Of the tokens, of the features, a number, or a dtype."""
+        """Whether an expression is a tensor over tokens or features, a number, or a dtype."""
         match at:
             case ast.Name(id=name):
                 return name in self.known
@@ -147,7 +147,7 @@ class _Reader:
         return False
 
     def constant(self, at: ast.expr) -> Any:
-        """What torch.float32 or nn.functional.layer_norm is; None where it is not one of torch's."""
+        """The object that torch.float32 or nn.functional.layer_norm names; None if it is not from torch."""
         if isinstance(at, ast.Attribute):
             return getattr(self.constant(at.value), at.attr, None)
         if isinstance(at, ast.Name) and at.id not in self.known:
@@ -173,7 +173,7 @@ class _Reader:
             return all(map(self.value, [*rest, *options.values()]))
         if name in ("to", "type"):
             return len(rest) + len(options) == 1 and all(map(self.value, [*rest, *options.values()]))
-        if name in OVER_FEATURES:  # the second of var is no keepdim
+        if name in OVER_FEATURES:  # the second argument of var is not keepdim
             places = ("dim", "keepdim") if name == "mean" else ("dim",)
             if len(rest) > len(places) or (places[0] in options and rest):
                 return False

@@ -24,14 +24,14 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)); the norm is that of the whole model. Collective.
 
-        parameters   a module, or parameters: DTensors on any meshes, and plain tensors, together
+        parameters   a module, or parameters: any mix of DTensors on any meshes and plain tensors
         others       ranks that hold other parameters of the model: pipeline stages
-        uncounted    of the parameters, those that another of these ranks holds too, and counts; they are scaled alike
-        return       the norm before, a plain fp32 (fp64 for fp64 gradients) scalar, the same on all ranks
+        uncounted    parameters that another of these ranks holds and counts too; they are scaled, but not counted here
+        return       the norm before clipping, a plain fp32 (fp64 for fp64 gradients) scalar, the same on all ranks
 
     Each parameter counts once: shards are summed over the mesh dimensions that shard them, replicas are not; plain
-    tensors are taken to be the same on every rank. One all-reduce of one number for each way of lying on a mesh.
-    Raises RuntimeError for a norm that is not finite, if asked to.
+    tensors are assumed to be the same on every rank. One all-reduce of one number per mesh and placement.
+    Raises RuntimeError for a norm that is not finite, if error_if_nonfinite.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
@@ -51,7 +51,7 @@ def clip_grad_norm_(
 
 
 def total_norm(gradients: Sequence[Tensor], norm_type: float, others: dist.ProcessGroup | None = None) -> Tensor:
-    """The norm of all gradients as one vector, with those of the `others`. Collective."""
+    """The norm of all gradients as one vector, including those of the `others`. Collective."""
     if not gradients and others is None:
         return torch.zeros(())
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
@@ -87,7 +87,7 @@ def _power_sum(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     norms: list[Tensor] = []
     for same in _by_device_and_dtype([t for t in tensors if t.numel()]):
-        if same[0].is_cuda:  # a kernel or two for all of them
+        if same[0].is_cuda:  # one or two kernels for all of them
             norms += torch._foreach_norm(same, norm_type, dtype=wide)
         else:
             norms += [torch.linalg.vector_norm(t, norm_type, dtype=wide) for t in same]
@@ -95,7 +95,7 @@ def _power_sum(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         return torch.zeros((), dtype=wide, device=tensors[0].device)
     stacked = torch.stack([n.to(norms[0].device) for n in norms])
     if math.isinf(norm_type):
-        return stacked.max().nan_to_num(math.inf, posinf=math.inf)  # a collective's maximum may lose a NaN
+        return stacked.max().nan_to_num(math.inf, posinf=math.inf)  # a collective's MAX may drop a NaN
     return (stacked**norm_type).sum()
 
 

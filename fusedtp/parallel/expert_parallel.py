@@ -1,16 +1,16 @@
-"""How ranks share the experts of a mixture: whole experts, parts of their features, copies of them, or all three.
+"""How ranks share MoE experts: whole experts, parts of their features, copies of them, or all three.
 
     rank = (block * replicas + replica) * tensor_parallel + part
 
-A block of ranks has E / blocks experts. `tensor_parallel` ranks share each of them, a part of its features each: a
-token that chose the expert goes to all of them, and their outputs, which are partial sums, are added where the token
-came from. `replicas` such sets of ranks hold the same experts, and take turns with the tokens.
+A block of ranks has E / blocks experts. `tensor_parallel` ranks share each expert, with a part of its features each: a
+token that chose the expert goes to all of them, and their outputs, which are partial sums, are added on the token's own
+rank. `replicas` such sets of ranks hold the same experts and take turns with the tokens.
 
-So what travels is a finer mixture, of E * replicas * tensor_parallel experts and k * tensor_parallel choices, and the
-exchange knows nothing of all this. Rows and their partial sums travel tensor_parallel times, as often as a gather and a
-reduce-scatter among those ranks would carry them.
+The exchange therefore sees a finer MoE, with E * replicas * tensor_parallel experts and k * tensor_parallel choices,
+and needs no special cases. Rows and their partial sums travel tensor_parallel times, as often as with a gather and a
+reduce-scatter among those ranks.
 
-ExpertSplit is what a user asks for, Shares what it comes to, and ExpertParallel the object that stands at
+ExpertSplit is what the user requests, Shares the resulting division, and ExpertParallel the object stored at
 `module.parallel` of such experts.
 """
 
@@ -40,7 +40,7 @@ DIMS = ("experts", "replicas", "features")
 
 
 class Shares(NamedTuple):
-    """Ranks by what they share: blocks of experts, copies of a block, features of an expert."""
+    """The division of ranks: number of expert blocks, copies of each block, ranks per expert."""
 
     blocks: int
     replicas: int
@@ -48,17 +48,17 @@ class Shares(NamedTuple):
 
     @property
     def are_finer(self) -> bool:
-        """Whether an expert is several of the mixture that travels."""
+        """Whether one expert corresponds to several experts of the exchange."""
         return self.replicas * self.tensor_parallel > 1
 
     @property
     def named(self) -> dict[str, int]:
-        """The dimensions that have more than one rank; the first one where none has."""
+        """The dimensions with more than one rank; the first dimension if there are none."""
         sizes = dict(zip(DIMS, self, strict=True))
         return {name: size for name, size in sizes.items() if size > 1} or {DIMS[0]: 1}
 
     def way(self, features: int) -> Way:
-        """How a parameter lies whose dimension 0 are experts and whose dimension `features` is split."""
+        """The placement of a parameter with experts in dimension 0 and split features in dimension `features`."""
         placements: dict[str, Placement] = {
             "experts": Shard(0),
             "replicas": Replicate(),
@@ -67,9 +67,9 @@ class Shares(NamedTuple):
         return Way(tuple(placements[name] for name in self.named), tuple(self.named.values()))
 
     def choices(self, expert_ids: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor, int]:
-        """expert_ids and weights [T_r, k] of num_experts -> those of the finer mixture that travels.
+        """expert_ids and weights [T_r, k] of num_experts -> the same for the finer MoE of the exchange.
 
-        The t-th token of a rank goes to copy t % replicas.
+        Token t of a rank goes to copy t % replicas.
         """
         if not self.are_finer:
             return expert_ids, weights, num_experts
@@ -90,14 +90,14 @@ class Shares(NamedTuple):
 class ExpertSplit:
     """Which ranks share the experts, and how.
 
-    mesh              1-D: whole tensor-parallel groups, one after another, so that experts lie across data-parallel
-                      ranks too; None: the tensor-parallel ranks. Its ranks' batches have one shape
-    tensor_parallel   ranks that share each expert, a part of its features each
-    replicas          how many ranks (or sets of tensor_parallel ranks) hold the same experts; None: one, or as many
-                      as there are for each expert where experts are fewer
-    nodes             of how many nodes those ranks are, as many of each, node by node: rows then travel in two stages,
-                      once to each node that has an expert of a token, and there to its experts (ops/moe/stages.py)
-    num_ranks         how many ranks the mesh will have, where it is not there yet and only a plan is made
+    mesh              1-D, made of whole consecutive tensor-parallel groups, so that experts are also split over
+                      data-parallel ranks; all its ranks must have batches of one shape. None: the tensor-parallel ranks
+    tensor_parallel   number of ranks that share each expert, with a part of its features each
+    replicas          number of ranks (or sets of tensor_parallel ranks) that hold the same experts; None: one, or if
+                      there are fewer experts than ranks, as many as there are ranks per expert
+    nodes             number of nodes, with equally many consecutive ranks on each: rows then travel in two stages, once
+                      to each node that has an expert of a token, and from there to its experts (ops/moe/stages.py)
+    num_ranks         number of ranks the mesh will have, to make a plan before the mesh exists
     """
 
     mesh: DeviceMesh | None = None
@@ -107,11 +107,11 @@ class ExpertSplit:
     num_ranks: int | None = None
 
     def ranks(self, world_size: int) -> int:
-        """How many share the experts, of a model whose tensor-parallel ranks are so many."""
+        """Number of ranks that share the experts, if world_size ranks are tensor-parallel."""
         return self.num_ranks or world_size if self.mesh is None else self.mesh.size()
 
     def check(self, mesh: DeviceMesh | VirtualGroup) -> None:
-        """Raises ValueError where the mesh of experts is not made of whole groups of the model's mesh."""
+        """Raises ValueError unless the expert mesh consists of whole groups of the model's mesh."""
         if self.mesh is None:
             return
         if not isinstance(mesh, DeviceMesh) or self.mesh.ndim != 1:
@@ -124,7 +124,7 @@ class ExpertSplit:
             )
 
     def shares(self, num_experts: int, ranks: int) -> Shares:
-        """Of a mixture of so many experts. Raises ValueError where the ranks cannot share them so."""
+        """The division of num_experts over the ranks. Raises ValueError if they cannot be shared this way."""
         sets, rest = divmod(ranks, self.tensor_parallel) if self.tensor_parallel > 0 else (0, 1)
         if rest:
             raise ValueError(f"{ranks} ranks are no multiple of tensor_parallel = {self.tensor_parallel}")
@@ -140,7 +140,7 @@ class ExpertSplit:
         return Shares(blocks, replicas, self.tensor_parallel)
 
     def faults(self, module: Any, ranks: int) -> list[str]:
-        """Why a fusedtp.nn.Experts cannot be shared so."""
+        """Why a fusedtp.nn.Experts cannot be shared this way."""
         try:
             shares = self.shares(module.num_experts, ranks)
         except ValueError as error:
@@ -162,17 +162,17 @@ def _what_would(num_experts: int, ranks: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallel(Member):
-    """Experts shared by ranks, each with its own tokens: rows travel to their experts and back.
+    """Experts shared by ranks that each have their own tokens: rows travel to their experts and back.
 
-    group, rank, world_size   of all that share the experts
-    shares                    what each of them has
-    copies                    the communicator of the ranks that hold the same; "": none does
-    stages                    the communicators of the ranks at this one's place of every node, and of those of its
-                              node, by which rows travel; (): at once
-    averaged                  what the experts' gradients are divided by: data-parallel ranks among those that share
-                              them, each of which has a loss of its own; main_grad's are not
-    tokens                    this rank's place among those that hold one batch: they have a part of its tokens each,
-                              or, without sequence parallelism, all of them, and each sends a part of them off
+    group, rank, world_size   all ranks that share the experts
+    shares                    the division of the experts
+    copies                    communicator of the ranks that hold the same experts; "" if there are none
+    stages                    two communicators for the two stages of the exchange: ranks with this rank's position on
+                              every node, and ranks of its node; (): a single stage
+    averaged                  divisor of the experts' gradients: the number of data-parallel ranks that share them,
+                              since each has its own loss; not applied to main_grad
+    tokens                    this rank's place among the ranks of one batch: each has a part of its tokens or, without
+                              sequence parallelism, all of them, and then dispatches a part of them
     """
 
     shares: Shares
@@ -183,7 +183,7 @@ class ExpertParallel(Member):
 
     @property
     def token_group(self) -> str | None:
-        """The ranks that each hold a part of one batch's tokens; None where this one holds all."""
+        """The ranks that each hold a part of one batch's tokens; None if this rank holds all of them."""
         return self.tokens.name if self.sequence_parallel else None
 
     def token_sizes(self, layout: Any) -> tuple[int, ...] | None:
@@ -193,7 +193,7 @@ class ExpertParallel(Member):
         return self.sizes
 
     def experts(self, x: Tensor, expert_ids: Tensor, weights: Tensor, module: Any, layout: Any = None) -> Tensor:
-        """x [T_r, H], expert_ids and weights [T_r, k] -> [T_r, H]; all T of each without sequence parallelism."""
+        """x [T_r, H], expert_ids and weights [T_r, k] -> [T_r, H]; without sequence parallelism T rows of each."""
         if self.sequence_parallel:
             return self._exchanged(x, expert_ids, weights, module, self.token_sizes(layout))
         at = self.tokens
@@ -208,7 +208,7 @@ class ExpertParallel(Member):
     def _exchanged(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, module: Any, sizes: tuple[int, ...] | None
     ) -> Tensor:
-        if self.shares.are_finer:  # afterwards the given ids are lost
+        if self.shares.are_finer:  # check now: the original ids are not available afterwards
             at = place(self.group)
             with propagate_errors(at):
                 check_choices(x, expert_ids, weights, module.num_experts, at)
@@ -246,7 +246,7 @@ class ExpertParallel(Member):
 
 
 class _Averaged(Function):
-    """The identity, with a gradient divided by n."""
+    """Identity; divides the gradient by n."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, n: int) -> Tensor:
@@ -259,7 +259,7 @@ class _Averaged(Function):
 
 
 def stages_of(mesh: Mesh, nodes: int) -> tuple[str, str]:
-    """The communicators of the ranks at this one's place of every node, and of those of its node. Collective."""
+    """Communicators of the ranks with this rank's position on every node, and of the ranks of its node. Collective."""
     shape = (nodes, mesh.size() // nodes)
     if isinstance(mesh, DeviceMesh):
         both = mesh._unflatten(0, shape, ("nodes", "places"))
@@ -268,9 +268,9 @@ def stages_of(mesh: Mesh, nodes: int) -> tuple[str, str]:
 
 
 def copies_of(mesh: Mesh, shares: Shares) -> str:
-    """The communicator of the ranks that hold the same experts as this one; "" where none does. Collective.
+    """The communicator of the ranks that hold the same experts as this one; "" if there are none. Collective.
 
-    mesh   of all that share the experts; a DeviceMesh in the shape of `shares.named`
+    mesh   all ranks that share the experts; a DeviceMesh has the shape of `shares.named`
     """
     if shares.replicas == 1:
         return ""

@@ -1,4 +1,4 @@
-"""Which engine every layer gets, and why: printable."""
+"""A printable table of the engine that every layer gets, and why."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ OPERATIONS = {
 
 @dataclass(frozen=True)
 class Layer:
-    """One parallel layer; `engine` is what runs its forward at the number of tokens asked about.
+    """One parallel layer; `engine` runs its forward for the given number of tokens.
 
-    transport   of a fused gather, which has two: "programs" of its kernel send the rows, or "copy", the copy engine;
-                else ""
+    transport   how a fused gather moves rows: "programs" of its kernel send them, or "copy", the copy engine;
+                "" for other layers
     """
 
     name: str
@@ -51,15 +51,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; `print` it."""
+    """The result of `explain`; print it."""
 
     layers: tuple[Layer, ...]
     tokens: int
-    calls: dict[str, dict[str, dict[str, int]]]  # group -> operation -> engine that really ran -> calls
-    configurations: str = ""  # of the kernels that have run: how many are tuned for this GPU, how many default
+    calls: dict[str, dict[str, dict[str, int]]]  # group -> operation -> engine that actually ran -> calls
+    configurations: str = ""  # how many of the kernels that have run are tuned for this GPU, how many use defaults
     whole: dict[str, str] = field(default_factory=dict)  # module that is not split, or tokens -> why
-    local: dict[str, str] = field(default_factory=dict)  # module -> what its code sees divided by the ranks
-    gathered: dict[str, int] = field(default_factory=dict)  # operation of a model's own code -> gathers of all tokens
+    local: dict[str, str] = field(default_factory=dict)  # module -> values that its code sees divided by world size
+    gathered: dict[str, int] = field(default_factory=dict)  # operation of the model's own code -> gathers of all tokens
 
     def __str__(self) -> str:
         rows = [("layer", "operation", "engine", "why"), *(_row(layer) for layer in self.layers)]
@@ -79,10 +79,10 @@ class Explanation:
 
 
 def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = None) -> Explanation:
-    """Layer -> engine and reason, for a forward of this many tokens in all.
+    """Layer -> engine and reason, for a forward of this many tokens in total.
 
-    dtype: of the activations; None takes model.config.compute_dtype, else that of the layer's weight.
-    Raises ValueError for a model without a parallel layer.
+    dtype: of the activations; None takes model.config.compute_dtype, or else the dtype of the layer's weight.
+    Raises ValueError if the model has no parallel layer.
     """
     layers: list[Layer] = []
     groups: dict[str, Communicator] = {}
@@ -125,7 +125,7 @@ def _explained(
     joined: str | None,
     split_tokens: bool,
 ) -> Layer:
-    """joined: the operation by which the module above gathers for this one and its siblings."""
+    """joined: the operation with which the parent module gathers for this layer and its siblings."""
     kind = next(each for each in type(parallel).__mro__ if (each, True) in OPERATIONS)
     operation = OPERATIONS[kind, split_tokens]
     if isinstance(parallel, ColumnParallel) and parallel.gather_output:
@@ -164,7 +164,7 @@ def _explained(
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
-    """A parallel layer's weight; of experts, which have several, one of those."""
+    """A parallel layer's weight; one of several for experts."""
     weight = module.up_proj if isinstance(module, Experts) else module.weight
     assert isinstance(weight, torch.Tensor)
     return weight

@@ -10,9 +10,9 @@ import torch
 
 
 def main(argv: list[str]) -> int:
-    """Print the table that explain prints, of a model without weights, by virtual ranks.
+    """Print the table of `explain` for a model without weights, split over virtual ranks.
 
-    Returns the exit code: 1 where there is no such model or it cannot be split so.
+    Returns the exit code: 1 if there is no such model or it cannot be split this way, 2 without transformers.
     """
     parser = argparse.ArgumentParser(prog="fusedtp explain", description=__doc__)
     parser.add_argument("--model", required=True, help="a hub name, a folder, a config.json, or a model type")
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 
 def explained(name: str, ranks: int, tokens: int, sequence_parallel: bool) -> str:
-    """See main. Raises ValueError where the model cannot be split so, OSError where there is no such model."""
+    """The table, see main. Raises ValueError if the model cannot be split this way, OSError if it does not exist."""
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     from fusedtp.comm import VirtualGroup, VirtualWorld

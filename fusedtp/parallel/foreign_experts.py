@@ -1,13 +1,13 @@
-"""Experts of transformers behind this library's exchange: each rank holds whole experts, and tokens come to them.
+"""transformers' experts with this library's exchange: each rank holds whole experts, and tokens travel to them.
 
     own rows of the tokens --moe_dispatch--> rows by expert --the experts' own forward--> rows --moe_combine--> own rows
 
-The experts' module keeps its forward. It is called with the rows that came, each with one choice: its expert's number
-among those of this rank, and a weight of one; the routing weights are applied where the token came from. A module
-without sequence parallelism takes its rank's part of the tokens before, and gathers after.
+The module of the experts keeps its forward. It is called with the received rows, each with a single choice: the local
+index of its expert on this rank, and a weight of one; routing weights are applied on the token's own rank. Without
+sequence parallelism, a rank takes its part of the tokens first and gathers afterwards.
 
-The words are those of an ep_plan: `ep_dispatch_experts` for the module, `grouped_gemm` for its weights.
-`register` offers the same to transformers itself, as ep_implementation="fusedtp".
+The style names are those of an ep_plan: `ep_dispatch_experts` for the module, `grouped_gemm` for its weights.
+registry.py offers the same to transformers itself, as ep_implementation="fusedtp".
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def exchanged(
 ) -> Tensor:
     """x [T_r, H], expert_ids and weights [T_r, k] -> [T_r, H].
 
-    experts    (rows [R, H], numbers [R, 1] below num_here, weights [R, 1]) -> [R, H]; the number num_here means none
-    num_here   experts of every rank
+    experts    (rows [R, H], local expert index [R, 1], weights [R, 1]) -> [R, H]; the index num_here means no expert
+    num_here   number of experts on each rank
 
-    There is room as in fusedtp.nn.Experts by default: see fusedtp.ops.moe.usual_room.
+    The capacity is the default of fusedtp.nn.Experts: see fusedtp.ops.moe.usual_room.
     """
 
     def compute(rows: Tensor, offsets: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def exchanged(
         ones = used.to(rows.dtype)[:, None]
         if rows.shape[0]:
             return experts(rows, numbers[:, None], ones)
-        # a row of zeros, so that the graph and its exchanges are there on every rank
+        # use a row of zeros, so that every rank has the graph and its exchanges
         return experts(rows.sum(0, keepdim=True), numbers.new_zeros(1, 1), rows.new_zeros(1, 1))[:0]
 
     given = x, expert_ids, weights, num_here * world_size, group
@@ -73,14 +73,14 @@ def exchanged(
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatched(Own):
-    """Experts of which this rank holds some."""
+    """Experts of a module, some of them on this rank."""
 
     rank: int
     engine: str
     num_here: int
 
     def look(self, module: Any, inputs: Any) -> None:
-        """Ranks see different tokens here, and hold different experts: nothing is a part of a sum."""
+        """Nothing to learn: ranks see different tokens and hold different experts, so no gradient is partial."""
 
 
 def dispatched(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def dispatched(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 
 
 def _rows(x: Tensor, like: TokenShard) -> Tensor:
-    """This rank's rows of what is as long as `like`."""
+    """This rank's rows of a tensor over the same tokens as `like`."""
     if isinstance(x, TokenShard):
         return x.local
     return like.tokens.own(x.reshape(sum(like.tokens.sizes), -1))
@@ -132,7 +132,7 @@ class ExpertsByRank(Foreign):
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         module.num_experts //= comm.world_size
-        module._is_expert_parallel = True  # its forward leaves out rows of the number num_experts
+        module._is_expert_parallel = True  # its forward skips rows with the index num_experts
         parallel = Dispatched(
             **self.own(module, comm),
             rank=comm.rank,

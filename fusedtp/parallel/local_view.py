@@ -1,14 +1,14 @@
-"""Styles for modules whose code says how wide tensors are, and for Conv1D: the words that `infer.py` needs besides.
+"""More styles that `infer.py` needs: for modules with code that depends on tensor widths, and for Conv1D.
 
-    local_view(n_head, n_embd)      the module's own forward; its attributes n_head and n_embd are divided by the ranks
-    local_view(n_head, input.shape) the same, and its input claims to be as wide as this rank's part
-    no_fast_path                    nn.TransformerEncoderLayer, which else reads weights without calling its layers
-    conv1d_colwise, conv1d_packed_colwise_3, conv1d_rowwise    transformers' Conv1D, of a weight [in, out]
+    local_view(n_head, n_embd)      the module's own forward; attributes n_head and n_embd are divided by world size
+    local_view(n_head, input.shape) the same, and its input reports the width of this rank's part
+    no_fast_path                    nn.TransformerEncoderLayer, which otherwise reads weights without calling its layers
+    conv1d_colwise, conv1d_packed_colwise_3, conv1d_rowwise    transformers' Conv1D, with a weight [in, out]
 
-Code of attention asks in one of three places how much of it there is: in the tensor (`view(B, S, -1, head_dim)`), in
-an attribute (`view(B, S, self.num_heads, -1)`), in its input (`B, S, C = x.shape`, then `view(B, S, C)` of heads). The
-first needs nothing, the second a local attribute, the third an input whose shape is that of this rank's heads; the
-linear layers inside take the whole one from it, and any other use of it raises.
+Attention code gets the number of heads or the width from one of three places: the tensor (`view(B, S, -1, head_dim)`),
+an attribute (`view(B, S, self.num_heads, -1)`), or its input (`B, S, C = x.shape`, then `view(B, S, C)` of heads). The
+first needs nothing, the second a local attribute, the third an input with the shape of this rank's heads. The linear
+layers inside unwrap the whole input from it; any other use of it raises.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VIEW = re.compile(r"local_view\((.+)\)")
 
 
 class Words(dict[str, Callable[..., Foreign]]):
-    """Word -> style, where `local_view` takes names of attributes."""
+    """Style name -> style; `local_view` takes attribute names as arguments."""
 
     def __contains__(self, word: object) -> bool:
         return super().__contains__(word) or (isinstance(word, str) and VIEW.fullmatch(word) is not None)
@@ -50,22 +50,22 @@ class Words(dict[str, Callable[..., Foreign]]):
 
 
 def names_in(word: str) -> tuple[str, ...]:
-    """What a word local_view(...) lists."""
+    """The names listed in a style name local_view(...)."""
     found = VIEW.fullmatch(word)
     return () if found is None else tuple(name.strip() for name in found[1].split(","))
 
 
 def local_view(names: tuple[str, ...]) -> str:
-    """The word for these; "" where there are none."""
+    """The style name for these attributes; "" if there are none."""
     return f"local_view({', '.join(dict.fromkeys(names))})" if names else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOwn(Own):
-    """A module that sees this rank's part of the heads.
+    """A module whose code sees only this rank's heads.
 
-    attributes   name -> the value for all ranks; the module's own is this divided by their number
-    narrow       its input claims this rank's part of the width
+    attributes   name -> the global value; the module's own attribute is this value divided by world size
+    narrow       its input reports the width of this rank's part
     """
 
     attributes: Mapping[str, int] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class LocalOwn(Own):
 
 
 class LocalView(Foreign):
-    """Attributes, and the width of the input, divided by the number of ranks. See above."""
+    """Divides attributes, and optionally the reported width of the input, by the number of ranks. See above."""
 
     def __init__(self, model: Model, *, attributes: tuple[str, ...], **options: Any) -> None:
         super().__init__(model, **options)
@@ -108,7 +108,7 @@ class LocalView(Foreign):
 
 
 def narrowed(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module whose first tensor claims this rank's part of its width."""
+    """The forward of a module whose first tensor argument reports the width of this rank's part."""
     ranks = self.parallel.world_size
     if args and isinstance(args[0], Tensor):
         return own_forward(self, NarrowInput.of(args[0], ranks), *args[1:], **kwargs)
@@ -121,7 +121,7 @@ def _take_whole(module: Any, args: Any) -> Any:
 
 
 class NarrowInput(Tensor):
-    """Stands for `whole` [..., H] and has the shape [..., H / ranks]. Linear layers take `whole`; all else raises."""
+    """Wraps `whole` [..., H] but has the shape [..., H / ranks]. Linear layers use `whole`; any other use raises."""
 
     whole: Tensor
 
@@ -157,7 +157,7 @@ class NarrowInput(Tensor):
 
 
 class NoFastPath(Foreign):
-    """nn.TransformerEncoderLayer: in evaluation it hands all weights to one kernel, if its activation is known."""
+    """nn.TransformerEncoderLayer, without the evaluation fast path, which passes all weights to one kernel."""
 
     def faults(self, module: Any, world_size: int) -> list[str]:
         found = [] if hasattr(module, "activation_relu_or_gelu") else ["it has no fast path to switch off"]
@@ -178,7 +178,7 @@ def is_conv1d(module: Any) -> bool:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether styles know how to split it."""
+    """Whether there is a style that can split it."""
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return (is_conv1d(module) or (plain and "forward" not in module.__dict__)) and not computed(module)
 
@@ -194,7 +194,7 @@ def _conv1d_faults(module: Any) -> list[str]:
 
 
 class _Transposed(NamedTuple):
-    """What the layers of layers.py read of a linear."""
+    """The attributes of a linear that layers.py reads."""
 
     weight: Tensor
     bias: Tensor | None
@@ -202,7 +202,7 @@ class _Transposed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Conv1DColumns(Columns):
-    """Columns of a weight [in, out]."""
+    """Columns for a weight [in, out]."""
 
     def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         return accumulated(weight).to(dtype).t()
@@ -213,7 +213,7 @@ class Conv1DColumns(Columns):
 
 @dataclass(frozen=True, kw_only=True)
 class Conv1DRows(Rows):
-    """Rows of a weight [in, out]."""
+    """Rows for a weight [in, out]."""
 
     def scattered(self, x: Tensor, linear: Any, sizes: Any) -> Tensor:
         return super().scattered(x, _Transposed(accumulated(linear.weight).t(), linear.bias), sizes)

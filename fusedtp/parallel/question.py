@@ -1,12 +1,12 @@
-"""Whether ranks hold different values in some place of a model: asked in each call, until the answer is sure.
+"""Find out whether ranks hold different values at some place in a model: compare in each call, until it is certain.
 
     parts of the heads, or of a gradient      other values on each rank
-    what every rank holds whole               the same values, but for roundoff
+    values that every rank holds whole        the same values, except for roundoff
 
-One rank's values stand for all of its tensor: sums of its elements with random signs. Ranks that disagree in them have
-parts, at once and for good. Ranks that agree may do so by chance, so agreement is counted in bits: as many as a number
-shares on all ranks, once for numbers that are equal, none for zeros and for what was seen in the call before. Numbers
-that are not finite say nothing.
+Each rank represents its tensor by sums of its elements with random signs. If ranks disagree in them, they have parts;
+that is certain at once and final. Ranks may agree by chance, so agreement is counted in bits: for each number the bits
+that all ranks share; equal numbers count once, zeros and values already seen in the previous call do not count.
+Numbers that are not finite tell nothing.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch import Tensor
 
 from fusedtp.ops.tokens import gather_tokens
 
-# Leading bits that roundoff leaves alone; of wide dtypes not all, since terms of a sum may cancel.
+# Leading bits not affected by roundoff; for wide dtypes fewer than possible, since terms of a sum may cancel.
 BITS = {torch.float64: 30, torch.float32: 13, torch.float16: 8, torch.bfloat16: 6}
-SURE = 48  # bits in which parts of a sum do not agree by chance
+SURE = 48  # partial sums do not agree in this many bits by chance
 SUMS, FEW, MANY = 64, 1 << 12, 1 << 20
 
 
 @dataclass
 class Question:
-    """Whether ranks hold different values in one place.
+    """Whether ranks hold different values at one place.
 
     differ   None: not known yet
-    agreed   in so many bits they were the same
-    last     what the last call showed
+    agreed   number of bits in which they have agreed so far
+    last     the values of the last call
     """
 
     differ: bool | None = None
@@ -41,9 +41,9 @@ class Question:
 
     @torch.no_grad()
     def ask(self, xs: Sequence[Tensor], precisions: Sequence[int], group: str, world_size: int) -> bool:
-        """Whether to take these for different in this call; so are values that are not finite. Collective.
+        """Whether to treat these as different in this call; values that are not finite are. Collective.
 
-        Zeros and constants do not keep it from an answer if they want no gradient and others do: masks, for example.
+        Zeros and constants without a gradient, such as masks, do not block an answer if other values have a gradient.
         """
         own = torch.cat([_shown(x) for x in xs])
         every = gather_tokens(own, group, (own.numel(),) * world_size).view(world_size, len(xs), -1).cpu()
@@ -62,14 +62,14 @@ class Question:
 
 
 def precision(x: Tensor) -> int:
-    """In how many leading bits values like these agree that only roundoff tells apart."""
+    """Number of leading bits in which values of this kind agree if they differ only by roundoff."""
     kind = x.device.type
     bits = BITS.get(x.dtype, 2)
     return min(bits, BITS.get(torch.get_autocast_dtype(kind), 2)) if torch.is_autocast_enabled(kind) else bits
 
 
 def _shown(x: Tensor) -> Tensor:
-    """Sums of elements with random signs, the number of elements, and how many of a few are distinct and not zero."""
+    """Sums of elements with random signs, the number of elements, and of distinct nonzero values in a small sample."""
     flat = (x.detach().values() if x.is_nested else x.detach()).reshape(-1)
     count = flat.numel()
     some = flat[:: max(1, count // MANY)].double()
@@ -83,7 +83,7 @@ def _shown(x: Tensor) -> Tensor:
 
 
 def _told(rows: Tensor, bits: int) -> tuple[bool | None, float]:
-    """What ranks show -> whether they differ, None where it does not tell, and in how many bits they agree."""
+    """The ranks' sums -> whether they differ (None: cannot tell), and in how many bits they agree."""
     sums, counts, distinct = rows[:, :SUMS], rows[:, SUMS], rows[:, SUMS + 1]
     if not torch.equal(counts, counts[:1].expand_as(counts)):
         return True, 0.0

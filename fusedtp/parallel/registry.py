@@ -1,14 +1,14 @@
-"""The other way in: this library's layers under the names of transformers' own registries.
+"""Register this library's layers with transformers' own registries, as an alternative to `fusedtp.parallelize`.
 
     fusedtp.parallel.registry.register_with_transformers()
     config = DistributedConfig(tp_size=2, tp_plan={"model.layers.*.mlp.down_proj": "fusedtp_rowwise"})
     model = AutoModelForCausalLM.from_pretrained(name, distributed_config=config)
 
-    in a tp_plan         fusedtp_colwise, fusedtp_colwise_gather_output, fusedtp_rowwise: as those
-    ep_implementation    fusedtp: tokens travel by this library's exchange
+    in a tp_plan         fusedtp_colwise, fusedtp_colwise_gather_output, fusedtp_rowwise: like the originals
+    ep_implementation    fusedtp: tokens travel through this library's exchange
 
-transformers places the parameters and loads them; only forwards are this library's. Sequence parallelism is not to be
-had this way: tokens stay whole, since there nobody sees the whole model: for that, `fusedtp.parallelize`.
+transformers places and loads the parameters; only the forwards are this library's. Sequence parallelism is not
+available this way: it needs a view of the whole model, so tokens stay whole. Use `fusedtp.parallelize` for that.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .foreign_experts import exchanged
 
 
 def register_with_transformers() -> None:
-    """Add the names. May be called again. Raises ImportError without transformers 5.20 or later."""
+    """Register the names. May be called again. Raises ImportError without transformers 5.20 or later."""
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
     from transformers.distributed.tensor_parallel import TensorParallelLayer
 
     class Fused(TensorParallelLayer):
-        """A style of transformers that installs one of ours."""
+        """A transformers style that installs one of this library's styles."""
 
         def __init__(self, kind: str, gather_output: bool = False) -> None:
             self.kind, self.gather_output = kind, gather_output
@@ -63,7 +63,7 @@ def register_with_transformers() -> None:
             return module
 
     class FusedExchange(EPImplementation):
-        """Ranks that share a batch take their part of it each; its tokens travel by moe_dispatch and moe_combine."""
+        """Each rank takes its part of a shared batch; tokens travel through moe_dispatch and moe_combine."""
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             if not self.shares_batch:

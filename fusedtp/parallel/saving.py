@@ -1,6 +1,6 @@
-"""save_pretrained and push_to_hub of parallel Hugging Face models, and what one on meta needs besides its parameters.
+"""save_pretrained and push_to_hub of parallel Hugging Face models; buffers of models on meta.
 
-parameter -full_tensor-> the first rank's CPU, one at a time -> transformers' own save_pretrained there
+parameter -full_tensor-> the first rank's CPU, one at a time -> transformers' own save_pretrained on that rank
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 
 def exchange(mesh: DeviceMesh, value: Any) -> list[Any]:
-    """Every rank's picklable value, the first rank's first. Collective over a mesh of any number of dimensions."""
+    """The picklable values of all ranks, in rank order. Collective over a mesh of any number of dimensions."""
     values = [value]
     for dim in reversed(range(mesh.ndim)):
         every: list[Any] = [None] * mesh.size(dim)
@@ -33,7 +33,7 @@ def exchange(mesh: DeviceMesh, value: Any) -> list[Any]:
 
 @contextmanager
 def together(mesh: DeviceMesh) -> Iterator[None]:
-    """Raise on every rank what is raised in here on any of them. Collective at the end; nothing inside may be."""
+    """If the body raises on any rank, raise on every rank. Collective at the end; the body must not be collective."""
     error: Exception | None = None
     try:
         yield
@@ -48,11 +48,11 @@ def together(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error itself where it survives a pickle, else its text."""
+    """The error itself if it can be pickled, else a RuntimeError with its text."""
     try:
         if str(pickle.loads(pickle.dumps(error))) == str(error):
             return error
-    except Exception:  # whatever its class does
+    except Exception:  # its class may raise anything when pickled
         pass
     return RuntimeError(f"{type(error).__name__}: {error}")
 
@@ -68,15 +68,16 @@ def save_pretrained(
     *arguments: Any,
     **options: Any,
 ) -> None:
-    """transformers' save_pretrained of a parallel model, with its arguments. Every rank calls it.
+    """transformers' save_pretrained for a parallel model, with the same arguments. Every rank must call it.
 
-        is_main_process   None: the first rank of the whole mesh writes; else the first of the ranks that share this
-                          model, if True there
-        state_dict        instead of the model's; its DTensors are gathered, all else is taken from the rank that writes
+        is_main_process   None: the first rank of the whole mesh writes; otherwise the first of the ranks that share
+                          this model writes, if it passes True
+        state_dict        used instead of the model's; its DTensors are gathered, other values are those of the writing
+                          rank
 
-    The folder is that of the plain model. Ranks gather one parameter at a time and only the writing rank keeps it, on
-    its CPU. Raises on every rank what writing raised; ValueError for parameters on meta, or DTensors that not all
-    ranks have.
+    The folder is the same as for the plain model. Ranks gather one parameter at a time, and only the writing rank keeps
+    it, on its CPU. If writing raises, every rank raises. Raises ValueError for parameters on meta, or if state dicts of
+    ranks have different DTensors.
     """
     mesh = mesh_of(self)
     writes, full = _gather(self, mesh, state_dict, is_main_process)
@@ -86,10 +87,10 @@ def save_pretrained(
 
 
 def push_to_hub(self: Any, *arguments: Any, **options: Any) -> Any:
-    """transformers' push_to_hub of a parallel model, with its arguments. Every rank calls it.
+    """transformers' push_to_hub for a parallel model, with the same arguments. Every rank must call it.
 
     The first rank of the whole mesh creates the repository and uploads the plain model's folder in one commit; it
-    returns what transformers returns, the others None. Raises on every rank what that raised.
+    returns what transformers returns, the others return None. If that raises, every rank raises.
     """
     mesh = mesh_of(self)
     uploads, full = _gather(self, mesh, None, None)
@@ -97,7 +98,7 @@ def push_to_hub(self: Any, *arguments: Any, **options: Any) -> Any:
     with together(mesh):
         if uploads:
             kept = self.save_pretrained
-            self.save_pretrained = partial(_write, self, full)  # its peers have given their parts already
+            self.save_pretrained = partial(_write, self, full)  # already gathered, so only this rank runs it
             try:
                 commit = type(self).push_to_hub(self, *arguments, **options)
             finally:
@@ -108,7 +109,7 @@ def push_to_hub(self: Any, *arguments: Any, **options: Any) -> Any:
 def _gather(
     model: Any, mesh: DeviceMesh, state_dict: dict[str, Any] | None, is_main_process: bool | None
 ) -> tuple[bool, dict[str, Any]]:
-    """Whether this rank writes, and there the full state dict. See save_pretrained."""
+    """Whether this rank writes, and the full state dict (with values only on that rank). See save_pretrained."""
     state = model.state_dict() if state_dict is None else state_dict
     with together(mesh):
         _refuse_meta(state.items())
@@ -133,14 +134,14 @@ def _gather(
 
 
 def _write(model: Any, full: dict[str, Any], save_directory: Any, *arguments: Any, **options: Any) -> None:
-    """transformers' save_pretrained, here alone."""
-    model.should_save_on_this_rank = bool  # transformers asks for rank 0 of all processes
+    """transformers' save_pretrained, on this rank only."""
+    model.should_save_on_this_rank = bool  # by default transformers saves only on global rank 0
     config: Any = getattr(model, "config", None)
     split = config.__dict__.pop("distributed_config", None)  # with it, transformers would gather again
     try:
         if arguments:
             type(model).save_pretrained(model, save_directory, True, full, *arguments, **options)
-        else:  # by name: PEFT's has other places for them
+        else:  # by name: PEFT has a different argument order
             options |= {"is_main_process": True, "state_dict": full}
             type(model).save_pretrained(model, save_directory, **options)
     finally:
@@ -150,7 +151,7 @@ def _write(model: Any, full: dict[str, Any], save_directory: Any, *arguments: An
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh:
-    """That of most dimensions: FSDP2 adds one to those of the parameters it shards."""
+    """The parameters' mesh with the most dimensions: FSDP2 adds one to the meshes of parameters it shards."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     return max(meshes, key=lambda mesh: mesh.ndim)
 
@@ -171,12 +172,12 @@ def _aliases(state: dict[str, Any]) -> dict[str, str]:
 
 
 def prepare(model: Any) -> None:
-    """Before a model of others is placed: give it the methods that a parallel one needs.
+    """Before a third-party model is placed: give it the methods that a parallel model needs.
 
-    save_pretrained   of it and of every model in it
+    save_pretrained   of the model and of every model inside it
     push_to_hub       the same
-    to_empty          keeps buffers that no state dict holds: of a model on meta they are computed here
-    forward           refuses parameters that are still on meta
+    to_empty          keeps non-persistent buffers; for a model on meta they are computed here
+    forward           raises if parameters are still on meta
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         compute_buffers(model)
@@ -190,7 +191,7 @@ def prepare(model: Any) -> None:
 
 
 def compute_buffers(model: Any) -> None:
-    """Compute on the CPU what buffers a model on meta has, as transformers does while it loads."""
+    """Compute the buffers of a model on meta on the CPU, as transformers does while loading."""
     on_meta = [
         (module, name)
         for module in model.modules()
@@ -208,12 +209,12 @@ def compute_buffers(model: Any) -> None:
             marked.append(parameter)
     unmarked = [module for module in model.modules() if not hasattr(module, "_is_hf_initialized")]
     model.initialize_weights()
-    for each in [*marked, *unmarked]:  # a later init_weights is to fill what is empty now
+    for each in [*marked, *unmarked]:  # unmark, so that a later init_weights fills the parameters
         each.__dict__.pop("_is_hf_initialized", None)
 
 
 def to_empty(self: Any, *arguments: Any, **options: Any) -> Any:
-    """nn.Module.to_empty, but buffers that no state dict holds move to the device with their values."""
+    """nn.Module.to_empty, but non-persistent buffers move to the device with their values."""
     kept = [
         (module, name, module._buffers[name])
         for module in self.modules()
@@ -228,7 +229,7 @@ def to_empty(self: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _refuse_meta_once(model: Any, arguments: Any) -> None:
-    """A forward pre-hook that takes itself off when it has found nothing."""
+    """A forward pre-hook that removes itself once nothing is on meta."""
     _refuse_meta([*model.named_parameters(), *model.named_buffers()])
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _refuse_meta_once:

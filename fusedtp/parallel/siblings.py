@@ -1,9 +1,9 @@
-"""Column-parallel linears that share their input, in models of others: all of them at once, in the first one's call.
+"""Column-parallel linears of third-party models that share an input: the first call computes all of them.
 
-    q_proj(x)   gathers x, multiplies by q, k and v     k_proj(x), v_proj(x)   take what is there
+    q_proj(x)   gathers x, multiplies by q, k and v     k_proj(x), v_proj(x)   return the stored results
 
-Whether it is the same x, as it was, is seen by its identity and its version. In compiled code a version is a constant,
-so that is looked at when the code is compiled, and a change is refused.
+The same, unchanged x is recognized by its identity and version. In compiled code a version is a constant, so it is
+checked at compile time, and a change is an error.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .token_shard import TokenShard
 
 
 class Siblings:
-    """Linears that one module calls on one input: the first call computes all, the others find theirs.
+    """Linears that one module calls on one input: the first call computes all outputs, the others return theirs.
 
-    Which they are is a guess (see foreign_plan.py). Where it is wrong, products are made that nobody asks for, no more.
+    The grouping is a guess (see foreign_plan.py). If it is wrong, some products are computed for nothing, no more.
     """
 
     linears: list[Any]
@@ -38,7 +38,7 @@ class Siblings:
         if torch.compiler.is_compiling():
             from torch._dynamo.comptime import comptime
 
-            first = self.linears[0].weight  # noqa: F841  # _unchanged and _taken look at it
+            first = self.linears[0].weight  # noqa: F841  # _unchanged and _taken read this local
             comptime(_unchanged)
             version = None
         else:
@@ -59,7 +59,7 @@ class Siblings:
         return y
 
     def forget(self) -> None:
-        """Let go of what is left. Compiled code guards these fields, so that each call has to find them like this."""
+        """Drop stored results. Compiled code guards these fields, so they must be in this state before each call."""
         self._input, self._when, self._ready = _nothing, (), []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Siblings:
@@ -69,18 +69,18 @@ class Siblings:
 
 
 def _nothing() -> None:
-    """In place of a reference to an input."""
+    """Stands in for a weak reference if there is no input."""
 
 
 def _version(x: Tensor) -> Any:
-    """What changes when x is changed in place; in inference mode, where nothing does, never the same twice."""
+    """A value that changes when x is changed in place; inference tensors have none, so it is always a new object."""
     if isinstance(x, TokenShard):
         x = x.local
     return object() if x.is_inference() else x._version
 
 
 def _unchanged(context: Any) -> None:
-    """As `Siblings.project` is compiled: raises RuntimeError where x was changed in place since a sibling took it."""
+    """At compile time of `Siblings.project`: RuntimeError if x was changed in place since a sibling's call."""
     x, first = (context.get_local(name).as_fake() for name in ("x", "first"))
     seen = x.__dict__.setdefault("_fusedtp_seen", {})
     if seen.setdefault(id(first), x._version) != x._version:
@@ -91,13 +91,13 @@ def _unchanged(context: Any) -> None:
 
 
 def _taken(context: Any) -> None:
-    """The same once all siblings have taken x, which may change then."""
+    """At compile time, once all siblings have used x: it may be changed from now on."""
     x, first = (context.get_local(name).as_fake() for name in ("x", "first"))
     x.__dict__["_fusedtp_seen"].pop(id(first))
 
 
 def project_all(x: Tensor, linears: list[Any]) -> tuple[Tensor, ...]:
-    """x [..., K], or a TokenShard of that shape -> products of column-parallel linears, [..., N_i], of all tokens."""
+    """x [..., K], plain or a TokenShard -> outputs [..., N_i] of column-parallel linears for all tokens."""
     parallel = linears[0].parallel
     x = in_autocast(x)
     if isinstance(x, TokenShard):

@@ -1,12 +1,12 @@
 """A tiny copy of a transformers model: the same classes, layer kinds and plan; small widths, random weights.
 
-heads           as many as ranks need, in the model's own proportion of query to kv heads
-widths          8 a head, 8 a head times the heads for the hidden size, one and a half of that between
-layers          one of each kind that the configuration lists, two at least
-experts         as many as ranks, of which a token gets two
+heads           as many as the ranks need, so that they share query and kv heads as in the model
+widths          8 per head, 8 times the number of heads for the hidden size, one and a half times that in between
+layers          one of each kind that the configuration lists, at least two
+experts         as many as ranks, at least four; two per token
 
-It is built anew from class and configuration. So each module of the model must have the code of one that stands there
-in the copy: class, forward, hooks, settings. Else there is none, since a proof of the copy would say nothing.
+The copy is built from class and configuration. So each module of the model must have the same code as its counterpart
+in the copy: class, forward, hooks, settings. Otherwise there is no twin, since a proof of it would prove nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class NoTwin(Exception):
 
 
 class OtherCode(NoTwin):
-    """What a module of the model does that none does there in a small copy of its class."""
+    """Why a module of the model has other code than its counterpart in a small copy of the model's class."""
 
 
-PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")  # configurations inside one
+PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")  # nested configurations
 
 
 def small_fields(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Field of a configuration -> its value in a small one."""
+    """Field of a configuration -> its small value."""
     heads, kv_heads = _heads(fields, ranks)
     values: dict[str, Any] = {
         r"vocab_size|vocab_size_per_layer_input": 50,
@@ -75,7 +75,7 @@ def small_fields(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
     if fields.get("mlp_only_layers"):
         found["mlp_only_layers"] = [0]
     number, width, expand, hidden = map(fields.get, ("mamba_n_heads", "mamba_d_head", "mamba_expand", "hidden_size"))
-    if isinstance(width, int) and number and expand and number * width == expand * hidden:  # as some demand
+    if isinstance(width, int) and number and expand and number * width == expand * hidden:  # some models require it
         found["mamba_d_head"] = expand * found["hidden_size"] // found["mamba_n_heads"]
     if fields.get("qk_rope_head_dim") and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         found["head_dim"] = found["qk_rope_head_dim"]
@@ -89,7 +89,7 @@ def small_fields(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _rotary(fields: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
-    """Rotary embeddings of several positions: sections that add up to half of the small head's rotated features."""
+    """For multi-section rotary embeddings: sections that add up to half of the small head's rotated features."""
     found: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
         own = fields.get(name)
@@ -103,7 +103,7 @@ def _rotary(fields: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
 
 
 def _heads(fields: dict[str, Any], ranks: int) -> tuple[int, int]:
-    """Query and kv heads that so many ranks share as they share the model's own."""
+    """Numbers of query and kv heads that the ranks share in the same way as the model's own."""
     heads = fields.get("num_attention_heads") or fields.get("n_head") or ranks
     kv_heads = fields.get("num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(kv_heads, int):
@@ -116,7 +116,7 @@ def _heads(fields: dict[str, Any], ranks: int) -> tuple[int, int]:
 
 
 def _layers(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """As many layers as there are kinds, and what the configuration lists by layer."""
+    """One layer of each kind (at least two), and the matching entries of fields that list values by layer."""
     count = next((name for name in ("num_hidden_layers", "n_layer", "num_layers") if name in fields), None)
     if count is None or not isinstance(fields[count], int):
         return {}
@@ -137,14 +137,14 @@ def _layers(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _by_layer(value: Any) -> dict[int, dict[str, Any]]:
-    """A field that says for some layers, by number, what differs in them."""
+    """Layer index -> overrides, if the field is such a dictionary; otherwise empty."""
     if not isinstance(value, dict) or not all(str(key).isdigit() for key in value):
         return {}
     return {int(key): dict(own) for key, own in value.items() if isinstance(own, dict)}
 
 
 def small_config(config: Any, ranks: int, **more: Any) -> Any:
-    """The configuration of the twin, with `more` as it is. Raises NoTwin."""
+    """The configuration of the twin, with `more` taken as it is. Raises NoTwin."""
     fields = config.to_dict()
     small = small_fields(fields, ranks)
     for part, value in fields.items():
@@ -155,19 +155,19 @@ def small_config(config: Any, ranks: int, **more: Any) -> Any:
     kept = {name: value for name, value in fields.items() if name not in dropped}
     try:
         made = type(config)(**{**kept, **small, **more})
-    except Exception as error:  # a configuration checks itself in its own way
+    except Exception as error:  # configurations validate themselves and may raise anything
         raise NoTwin(f"no small configuration: {type(error).__name__}: {error}") from error
-    own = config._attn_implementation  # others of transformers do not take fp32, or not on a CPU
+    own = config._attn_implementation  # transformers' other implementations do not support fp32, or not on a CPU
     made._attn_implementation = own if own in (None, "eager", "sdpa") or _registered(own) else "eager"
     return made
 
 
 def _registered(attention: str) -> bool:
-    """Whether the user's own function computes this attention."""
+    """Whether this attention is a function registered by the user."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     function = ALL_ATTENTION_FUNCTIONS.get(attention)
-    return function is not None and "/" not in attention and not _of_library(function)  # a slash: a kernel of the hub
+    return function is not None and "/" not in attention and not _of_library(function)  # a slash: a hub kernel
 
 
 def twin_of(model: nn.Module, ranks: int) -> nn.Module:
@@ -194,13 +194,13 @@ def twin_of(model: nn.Module, ranks: int) -> nn.Module:
 
 
 LARGEST = 32_000_000
-# Their hooks and forwards, on one module, leave what it computes as it is.
+# Hooks and forwards from these libraries do not change what a module computes.
 LIBRARIES = {"accelerate", "fusedtp", "liger_kernel", "peft", "torch", "transformers"}
 STATES = re.compile(r"training|gradient_checkpointing|name_or_path|forward|_old_forward|_compiled_call_impl|_is_.*")
 
 
 def check_same_code(model: nn.Module, twin: nn.Module) -> None:
-    """Raises OtherCode that names a module of the model which does what none does that stands there in its twin."""
+    """Raises OtherCode naming a module of the model if none of its counterparts in the twin has the same code."""
     there: dict[str, list[nn.Module]] = {}
     for name, module in twin.named_modules(remove_duplicate=False):
         there.setdefault(generic(name), []).append(module)
@@ -216,7 +216,7 @@ def check_same_code(model: nn.Module, twin: nn.Module) -> None:
 
 
 def _modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """(name without adapters, module, itself or what PEFT wrapped in it)."""
+    """(name without adapters, module, the module itself or the one that PEFT wrapped in it)."""
     layer: Any = model
     while layer is not None and _library(type(layer).__module__) == "peft":
         layer = getattr(layer, "base_layer", None) or getattr(layer, "original_module", None)
@@ -227,15 +227,15 @@ def _modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module,
 
 
 def _differs(module: nn.Module, layer: nn.Module, small: nn.Module) -> str:
-    """What a module of the model does that this one of the twin does not; ""."""
+    """How the code of a module of the model differs from its counterpart in the twin, or ""."""
     if type(layer) is not type(small):
         return f"{type(layer).__name__} instead of {type(small).__name__}"
     if _forward(layer) != _forward(small):
         return "a forward of its own"
-    stack_layer = sum(map(is_linear, layer.modules())) > 3  # between such layers hidden states are whole for hooks
+    stack_layer = sum(map(is_linear, layer.modules())) > 3  # hooks on whole layers see whole hidden states
     if not stack_layer and not _hooks(module) | _hooks(layer) <= _hooks(small):
         return "a hook"
-    theirs = _library(type(layer).__module__) == "transformers"  # its layers differ in ways that `small_fields` knows
+    theirs = _library(type(layer).__module__) == "transformers"  # `small_fields` accounts for their differences
     for key, value in layer.__dict__.items():
         if STATES.fullmatch(key) or (theirs and not callable(value)):
             continue
@@ -254,13 +254,13 @@ def _hooks(module: nn.Module) -> set[Any]:
 
 
 def _forward(module: nn.Module) -> Any:
-    """The code of its forward; that below accelerate's, which moves tensors."""
+    """The code of its forward, without accelerate's wrapper, which only moves tensors."""
     own = module.__dict__.get("_old_forward" if hasattr(module, "_hf_hook") else "forward")
     return _code(type(module).forward if own is None or _of_library(own) else own)
 
 
 def _setting(value: Any) -> Any:
-    """What must not differ between sizes: words, truths and code; numbers and None may."""
+    """The part of a setting that must not depend on the model's size: strings, bools, code; no numbers, no None."""
     if isinstance(value, (bool, str)):
         return value
     return _code(value) if callable(value) and not isinstance(value, nn.Module) else None
@@ -273,7 +273,7 @@ def _function(value: Any) -> Any:
 
 
 def _code(value: Callable[..., Any]) -> Any:
-    """Equal for functions of the same source, and for objects of the same class."""
+    """Equal for functions with the same source, and for objects of the same class."""
     value = _function(value)
     own = value if isinstance(value, type) else type(value)
     return getattr(value, "__code__", (own, getattr(value, "__qualname__", "")))

@@ -1,17 +1,17 @@
-"""Logits of which each rank holds some columns, for code that knows nothing of it.
+"""Logits with some columns on each rank, for code that is unaware of the split.
 
     logical   [..., V]       what the model's and the user's code sees
     local     [..., V_r]     this rank's columns, split as torch.chunk does
     meaning   the same tensor on every rank, with the same gradient on every rank
 
-What code does to logits before a loss (a wider dtype, scaling, soft-capping, flattening, a slice of the tokens) treats
-columns alike and runs on local ones, and `F.cross_entropy` exchanges two numbers a token (nn/loss.py). So no rank ever
-holds all logits of a training step. Anything else gathers them, and is counted by its name.
+Operations on logits before a loss (upcast, scaling, soft-capping, flattening, a slice of the tokens) treat columns
+alike and run on local ones, and `F.cross_entropy` exchanges two numbers per token (nn/loss.py). So no rank ever holds
+all logits of a training step. Any other operation gathers them, and is counted by its name.
 
-`argmax` over the vocabulary exchanges a value and an index a token.
+`argmax` over the vocabulary exchanges a value and an index per token.
 
-16-bit logits that code makes fp32 before the loss, as transformers does, are widened when something reads them. The
-loss does not: it widens them as it goes (nn/loss.py), to the same bits.
+If code converts 16-bit logits to fp32 before the loss, as transformers does, the conversion is delayed until something
+reads them. The loss does not need it: it upcasts chunk by chunk (nn/loss.py), with the same bits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .torch_names import ELEMENTWISE, METADATA
 
 
 class Columns(NamedTuple):
-    """How a vocabulary is split: the communicator's name, this rank, all ranks, V; gathered as in token_shard.py."""
+    """How a vocabulary is split: name of the communicator, rank, world size, V; `gathered` is as in token_shard.py."""
 
     group: str
     rank: int
@@ -54,7 +54,7 @@ class Columns(NamedTuple):
         return x.narrow(-1, sum(self.sizes[: self.rank]), self.sizes[self.rank])
 
 
-# Attributes and methods of the plain tensor in the graph.
+# Attributes and methods answered by the local tensor, which is in the graph.
 OF_LOCAL = {"requires_grad", "requires_grad_", "grad_fn", "is_leaf", "retains_grad", "retain_grad"}
 
 
@@ -62,9 +62,9 @@ class VocabShard(Tensor):
     """See above."""
 
     columns: Columns
-    _local: Tensor | None  # None: of `_narrow`, when it is asked for
-    _narrow: tuple[Tensor, int] | None  # 16-bit columns that these are the fp32 of, and their version
-    _changed: list[bool]  # whether an in-place operation has left the wrapper's own place in the graph behind
+    _local: Tensor | None  # None: made from `_narrow` on first use
+    _narrow: tuple[Tensor, int] | None  # the 16-bit columns that `_local` is the fp32 copy of, and their version
+    _changed: list[bool]  # whether an in-place operation has made the wrapper's own graph node stale
 
     @staticmethod
     def of(local: Tensor, columns: Columns) -> VocabShard:
@@ -75,7 +75,7 @@ class VocabShard(Tensor):
 
     @staticmethod
     def widened(narrow: Tensor, columns: Columns) -> VocabShard:
-        """16-bit columns [..., V_r] as fp32, which are made when something reads them."""
+        """16-bit columns [..., V_r] as fp32; the conversion runs when something reads them."""
         made = VocabShard._made(narrow, columns, torch.float32)
         made._narrow = narrow, narrow._version
         return made
@@ -92,12 +92,12 @@ class VocabShard(Tensor):
 
     @property
     def narrow_local(self) -> Tensor | None:
-        """The 16-bit columns that this is the fp32 of, if nothing has read or changed it yet."""
+        """The 16-bit columns, if the fp32 copy has not been read or changed yet."""
         return None if self._narrow is None or self._local is not None else self._narrow[0]
 
     @property
     def local(self) -> Tensor:
-        """[..., V_r], with its graph, also where an autograd.Function of others has put out the wrapper."""
+        """[..., V_r], with its graph, even if the wrapper is the output of a third-party autograd.Function."""
         if self._local is None:
             self._local = self._widen()
         with torch._C.DisableTorchFunctionSubclass():
@@ -122,10 +122,10 @@ class VocabShard(Tensor):
         return made
 
     def full_tensor(self, why: str = "full_tensor") -> Tensor:
-        """The logical tensor as a plain one. Collective. `why` is what it is counted for."""
+        """The logical tensor as a plain one. Collective. The gather is counted under `why`."""
         self.columns.gathered[f"logits: {why}"] += 1
         rows = gather_tokens(self.local.movedim(-1, 0), self.columns.group, self.columns.sizes)
-        return rows.movedim(0, -1).contiguous()  # as code expects of logits, which it views and draws like
+        return rows.movedim(0, -1).contiguous()  # code expects that of logits: it views them and uses *_like on them
 
     @classmethod
     def __torch_function__(
@@ -153,7 +153,7 @@ class VocabShard(Tensor):
 
 
 class _Wrap(Function):
-    """local -> wrapper. A gradient that comes here has gone around `local`."""
+    """local -> wrapper. Gradients only get here if they bypassed `local`."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, columns: Columns, dtype: torch.dtype, changed: list[bool]) -> VocabShard:
@@ -184,7 +184,7 @@ class _Unwrap(Function):
 
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """func(*args, **kwargs), with a VocabShard among them."""
+    """func(*args, **kwargs), with a VocabShard among the arguments."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__") and hasattr(func, "__self__"):
         name = func.__self__.__name__
@@ -212,7 +212,7 @@ def _in_vain(name: str) -> str:
 
 
 class _View(Tensor):
-    """A view of gathered logits. What changes it would not change the logits: that is refused, as on these."""
+    """A view of gathered logits. Changing it would not change the logits, so in-place operations raise, as on them."""
 
     @classmethod
     def __torch_function__(
@@ -222,7 +222,7 @@ class _View(Tensor):
         if _in_place(name) and name != "requires_grad_" and isinstance(args[0], _View):
             raise RuntimeError(_in_vain(name))
         with torch._C.DisableTorchFunctionSubclass():
-            if name in ("__deepcopy__", "__reduce_ex__"):  # what these make has memory of its own
+            if name in ("__deepcopy__", "__reduce_ex__"):  # their results have their own memory
                 return func(args[0].as_subclass(Tensor), *args[1:])
             done = func(*args, **(kwargs or {}))
         views = [x for x in tree_leaves((args, kwargs)) if isinstance(x, _View)]
@@ -230,7 +230,7 @@ class _View(Tensor):
 
 
 def _marked(done: Any, of: Sequence[Tensor]) -> Any:
-    """The results, of which those that lie in the memory of these tensors are views."""
+    """The results; those that share memory with the tensors `of` become _View."""
     storages = {_memory(x) for x in of} - {0}
 
     def marked(x: Any) -> Any:
@@ -240,16 +240,16 @@ def _marked(done: Any, of: Sequence[Tensor]) -> Any:
 
 
 def _memory(x: Tensor) -> int:
-    """Address of its storage; 0 where it has none."""
+    """Address of its storage; 0 if it has none."""
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return x.untyped_storage().data_ptr() if x.numel() else 0
-        except (RuntimeError, NotImplementedError):  # of functorch
+        except (RuntimeError, NotImplementedError):  # raised for functorch tensors
             return 0
 
 
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
-    """torch.autograd.grad of or by logits: the gradient of a VocabShard is one."""
+    """torch.autograd.grad with logits as outputs or inputs: the gradient of a VocabShard is a VocabShard."""
     of, by, given = (
         list(each) if isinstance(each, tuple | list) else [each] for each in (outputs, inputs, grad_outputs)
     )
@@ -267,7 +267,7 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -
 
 
 def _register_hook(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The hook gets the gradient of all columns, a VocabShard."""
+    """The hook gets the gradient as a VocabShard."""
     x, hook = args
 
     def on_columns(grad: Tensor) -> Tensor | None:
@@ -336,7 +336,7 @@ def _elementwise(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _cast(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """float() and to(float32) of 16-bit logits wait until something reads them."""
+    """float() and to(float32) of 16-bit logits are delayed until something reads them."""
     x, words = args[0], {*args[1:], *kwargs.values()}
     wide = words == {torch.float32} or (not words and getattr(func, "__name__", "") == "float")
     if not wide or not isinstance(x, VocabShard) or x.dtype not in (torch.bfloat16, torch.float16):
@@ -346,7 +346,7 @@ def _cast(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _as_before(x: VocabShard, change: Callable[[Tensor], Tensor]) -> VocabShard:
-    """The same change of every column; widened logits stay so."""
+    """Apply the same change to every column; a delayed conversion stays delayed."""
     narrow = x.narrow_local
     if narrow is None:
         return VocabShard.of(change(x.local), x.columns)
@@ -354,7 +354,7 @@ def _as_before(x: VocabShard, change: Callable[[Tensor], Tensor]) -> VocabShard:
 
 
 def _arranged(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """view and reshape that keep the vocabulary the last dimension."""
+    """view and reshape that keep the vocabulary as the last dimension."""
     x, *shape = args
     if len(shape) == 1 and isinstance(shape[0], tuple | list):
         shape = list(shape[0])
@@ -442,12 +442,12 @@ def _argmax(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     mine = torch.full((local.shape[0], 2), -torch.inf, dtype=wide, device=x.device)
     if local.shape[1]:
         values, places = local.max(-1)
-        # float32 counts a vocabulary exactly: up to 2 ** 24
+        # fp32 represents indices exactly up to 2 ** 24, enough for a vocabulary
         mine = torch.stack([values.to(wide), (places + sum(at.sizes[: at.rank])).to(wide)], -1)
     from fusedtp.comm import communicator
 
     every = gathered_stats(communicator(at.group), mine).view(at.world_size, -1, 2)
-    best = every[..., 0].max(0).indices  # the first of equals, as on one device
+    best = every[..., 0].max(0).indices  # ties go to the first, as on one device
     found = every[..., 1].gather(0, best[None])[0].long().reshape(x.shape[:-1])
     return found.unsqueeze(-1) if keep else found
 
