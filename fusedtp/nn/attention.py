@@ -1,7 +1,7 @@
 """Causal self-attention with grouped kv heads, rotary positions, windows and documents.
 
-Tokens arrive flattened, [T_r, H]. The projections give all T tokens of this rank's heads, so that inside
-attention everything is as on one device, and head counts are read off the projections' widths:
+Tokens arrive flattened, [T_r, H]. The projections return all T tokens for this rank's heads, so attention itself is
+the same as on one device; numbers of heads follow from the projections' widths:
 
     x [T_r, H] -> project q, k, v -> [T, heads * D] -> [B, S, heads, D] -> norm, rotate
       -> [B, heads, S, D] (a view) -> scaled_dot_product_attention -> [T, heads * D] (a view) -> o_proj
@@ -26,7 +26,7 @@ class Attention(nn.Module):
     """Self-attention of one layer.
 
     x        [T_r, H]
-    layout   which tokens these are; None: one sequence of all tokens
+    layout   describes the tokens; None: one sequence of all tokens
     return   [T_r, H]
     Attention dropout draws from the device's generator inside SDPA: an independent stream on every rank.
     Sources: Vaswani et al. 2017; Ainslie et al. 2023 (grouped kv heads); Dehghani et al. 2023 (qk norm).
@@ -77,7 +77,7 @@ class Attention(nn.Module):
 
 
 def prepared(layout: TokenLayout, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> TokenLayout:
-    """The layout with `rotary` and `mask`, which are the same for all layers of a model."""
+    """The layout with `rotary` and `mask` computed; they are the same for all layers of a model."""
     if layout.rotary is None:
         assert config.head_dim is not None
         tables = rotary_tables(layout, config.head_dim, config.rope_theta, config.rope_scaling, device, dtype)
@@ -98,12 +98,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float = 0.0) ->
     """
     dtype = q.dtype
     if q.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
-        # Rounded once, at the end. The 16-bit flash backward of torch 2.13 also takes up to ten times fp32's time on a
-        # CPU; with AVX512_BF16 and 512 tokens or more, though, bf16 would take 0.7 to 0.85 of it.
+        # Round only once, at the end. Also, on a CPU the 16-bit flash backward of torch 2.13 takes up to ten times as
+        # long as fp32; with AVX512_BF16 and 512 tokens or more, though, bf16 would take 0.7 to 0.85 of fp32's time.
         q, k, v = q.float(), k.float(), v.float()
     grouped = q.shape[2] != k.shape[2]
     if grouped and (q.device.type == "cpu" or mask.dense is not None):
-        # SDPA's own grouping is no faster than repeated heads on CPU; with a mask, CUDA's fast kernels lack it.
+        # On CPU SDPA's own grouping is no faster than repeating heads; CUDA's fast kernels lack it with a mask.
         group = q.shape[2] // k.shape[2]
         k, v = (repeat(t, "b s h d -> b s (h g) d", g=group) for t in (k, v))
         grouped = False

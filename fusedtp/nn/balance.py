@@ -1,20 +1,20 @@
-"""Balance of the experts: counts, auxiliary losses, the bias that stands in for a loss, and sinkhorn.
+"""Load balancing of experts: counts, auxiliary losses, the loss-free bias, and sinkhorn.
 
-T tokens of all ranks, E experts, k choices a token, c_i of the k T choices fall on expert i; p_ti is token t's
+T tokens on all ranks, E experts, k choices per token; c_i of the k T choices are expert i; p_ti is token t's
 probability of expert i: its scores, divided by their sum.
 
-    switch_loss      E / (k T^2)  sum_i c_i sum_t p_ti               1 where all is even, up to E
-    gshard_loss      1 / (E T^2)  sum_i c_i sum_t p_ti               c_i of first choices only
-    sequence_loss    E / (k S^2)  sum_i c_i sum_t p_ti               of each sequence of S tokens; mean over sequences
+    switch_loss      E / (k T^2)  sum_i c_i sum_t p_ti               1 if the load is even, up to E
+    gshard_loss      1 / (E T^2)  sum_i c_i sum_t p_ti               c_i counts first choices only
+    sequence_loss    E / (k S^2)  sum_i c_i sum_t p_ti               per sequence of S tokens; mean over sequences
     log_z_squares    1 / T        sum_t (log sum_i exp logit_ti)^2
     update_bias_     b_i += u sign(mean_j c_j - c_i)
 
-The losses take sums over all ranks, which one message brings: `over_ranks`. Counts have no gradient.
+The losses need sums over all ranks, which take one message: `over_ranks`. Counts have no gradient.
 
 Note [Gradients of a global loss]
-Every rank computes the loss of all ranks' tokens. p_ti of this rank's tokens stand in the sums once, and the sum's
-backward is the identity: so a rank's gradient is that by its own tokens, and what a replicated parameter gets is
-summed over ranks, as everywhere in this library. That is the gradient of the loss of one process with all tokens.
+Every rank computes the loss over all ranks' tokens. The p_ti of this rank's tokens enter the sums once, and the sum's
+backward is the identity: so a rank's gradient is that with respect to its own tokens, and gradients of replicated
+parameters are summed over ranks, as everywhere in this library. The result equals that of one process with all tokens.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from .layout import TokenLayout
 
 LOSSES = ("balance_loss", "sequence_loss", "z_loss")
 KINDS = ("switch", "gshard")  # of balance_loss
-LAYER = "router"  # for what its messages are counted
+LAYER = "router"  # the layer name that messages are counted under
 
 
 def propagating_errors(group: Group | None) -> AbstractContextManager[None]:
-    """Around what only this rank may find wrong: its peers then raise instead of waiting."""
+    """A context for checks that may fail on this rank only: its peers then raise too, instead of waiting."""
     if group is None or torch.compiler.is_compiling():
         return nullcontext()
     return propagate_errors(place(group))
 
 
 def count(indices: Tensor, size: int) -> Tensor:
-    """How often each of 0 .. size - 1 occurs: int64 [size]. Negative ones count for nothing.
+    """How often each of 0 .. size - 1 occurs: int64 [size]. Negative indices are not counted.
 
-    Integer sums do not depend on their order; the shape does not depend on the data, as torch.bincount's does.
+    Integer sums do not depend on their order; unlike with torch.bincount, the shape does not depend on the data.
     """
     flat = indices.reshape(-1).long()
     bins = torch.where(flat < 0, size, flat)
@@ -54,7 +54,7 @@ def count(indices: Tensor, size: int) -> Tensor:
 
 
 def max_violation(counts: Tensor) -> Tensor:
-    """(max_i c_i - mean c) / mean c over the last dim, fp32; 0 of no tokens.
+    """(max_i c_i - mean c) / mean c over the last dim, fp32; 0 if there are no tokens.
 
     Source: MaxVio of Wang et al. 2024, arXiv 2408.15664.
     """
@@ -65,7 +65,7 @@ def max_violation(counts: Tensor) -> Tensor:
 def over_ranks(parts: Mapping[str, Tensor], group: Group | None) -> dict[str, Tensor]:
     """The sum of every part over the ranks of `group`, in one message; its backward is the identity.
 
-    In fp64: counts up to 2**53 are exact, and the split over ranks hardly shows in the other sums.
+    In fp64: counts up to 2**53 are exact, and the split over ranks hardly affects the other sums.
     """
     wide = {name: part.double() for name, part in parts.items()}
     if group is None:
@@ -76,7 +76,7 @@ def over_ranks(parts: Mapping[str, Tensor], group: Group | None) -> dict[str, Te
 
 
 def mean_over_ranks(value: Tensor, group: Group | None) -> Tensor:
-    """The mean of a number that each rank of `group` has, fp64."""
+    """The mean of one number per rank over `group`, fp64."""
     total = over_ranks({"value": value}, group)["value"]
     return total if group is None else total / place(group).world_size
 
@@ -94,7 +94,7 @@ def switch_loss(chosen: Tensor, probability: Tensor, tokens: Tensor, top_k: int)
 
 
 def gshard_loss(first: Tensor, probability: Tensor, tokens: Tensor) -> Tensor:
-    """first [E]: how many tokens of all ranks have each expert as their first choice.
+    """first [E]: number of tokens, over all ranks, with each expert as their first choice.
 
     Source: Lepikhin et al. 2020, "GShard", section 2.2 and algorithm 1: the auxiliary loss before its coefficient.
     """
@@ -127,8 +127,8 @@ def log_z_squares(logits: Tensor) -> Tensor:
 
 
 class Chosen(NamedTuple):
-    """Of this rank's tokens: logits and probability [T_r, E], the experts chosen [T_r, k], and those that scores alone
-    would choose."""
+    """For this rank's tokens: logits and probability [T_r, E], the chosen experts [T_r, k], and the experts that scores
+    alone would choose."""
 
     logits: Tensor
     probability: Tensor
@@ -144,9 +144,9 @@ def losses(
     group: Group | None,
     sequence_group: Group | None,
 ) -> dict[str, Tensor]:
-    """Each of LOSSES that has a coefficient in `wanted`, without it, of all ranks' tokens: fp64 scalars.
+    """The losses with a nonzero coefficient in `wanted`, without that coefficient, over all ranks: fp64 scalars.
 
-    Whatever they sum over `group` travels in one message.
+    All sums over `group` take one message.
     """
     rows, num_experts = of.logits.shape
     parts = {"tokens": of.logits.new_full((), float(rows))}
@@ -181,9 +181,9 @@ def losses(
 
 @torch.no_grad()
 def update_bias_(bias: Tensor, counts: Tensor, rate: float, group: Group | None = None) -> Tensor:
-    """Once a step, after the optimizer: more bias for experts with fewer tokens than the mean, less for the others.
+    """Once per step, after the optimizer: more bias for experts with fewer tokens than the mean, less for the others.
 
-    bias     [..., E]   changed in place and returned; all layers' biases may be stacked, for one message
+    bias     [..., E]   changed in place and returned; biases of all layers may be stacked, for a single message
     counts   [..., E]   tokens per expert of this rank, summed over the step's microbatches
     rate     u, 0.001 in both papers
     group    the ranks whose tokens count; None: counts are complete
@@ -202,15 +202,15 @@ def update_bias_(bias: Tensor, counts: Tensor, rate: float, group: Group | None 
 
 @torch.no_grad()
 def sinkhorn(logits: Tensor, iterations: int, group: Group | None = None) -> Tensor:
-    """The log of exp(logits) after so many scalings of rows and columns, which share the tokens out among the experts.
+    """The log of exp(logits) after alternately scaling rows and columns, which divides tokens evenly among experts.
 
     logits   [T_r, E]
-    return   [T_r, E]   exp of it sums to exactly T / E in every column and to nearly 1 in every row, closer with more
+    return   [T_r, E]   its exp sums to exactly T / E in every column and to nearly 1 in every row, closer with more
                         iterations. The largest entry of a row is its token's expert.
-    Columns are summed over the ranks of `group`, by one all-gather of [E + 1] an iteration. In logs, so that no entry
-    overflows or vanishes. The number of iterations is fixed, so that the device never waits for the host. A token whose
-    logits are not all finite counts as one without a preference, so that it changes no other token's expert; it gets
-    its logits back.
+    Columns are summed over the ranks of `group`, with one all-gather of [E + 1] per iteration. Logs are used so that no
+    entry overflows or underflows. The number of iterations is fixed, so that the device never waits for the host. A
+    token with logits that are not finite is treated as having no preference, so that it does not change the expert of
+    any other token; its own logits are returned unchanged.
     Source: Sinkhorn and Knopp 1967; for experts, Clark et al. 2022, "Unified Scaling Laws for Routed Language Models",
     S-BASE.
     """

@@ -25,7 +25,7 @@ def prefixed(prefix: str, plan: dict[str, str]) -> dict[str, str]:
 def feed_forward(
     config: ModelConfig, layer: int, *, device: torch.device | str | None, dtype: torch.dtype
 ) -> MLP | MoE:
-    """What stands in that layer: the MLP, or experts."""
+    """The feed-forward module of a layer: MLP or MoE."""
     moe = config.moe
     if moe is None or layer < moe.first_dense:
         return MLP(config, device=device, dtype=dtype)
@@ -48,7 +48,7 @@ def feed_forward(
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), where the mlp may be a mixture of experts.
+    """x + attention(norm(x)), then x + mlp(norm(x)); the mlp may be an MoE.
 
     x        [T_r, H]   this rank's tokens
     layout   None: one sequence of all tokens

@@ -1,16 +1,16 @@
-"""Which (token, slot) pairs an expert of bounded capacity refuses; any split of the tokens refuses the same.
+"""Which (token, slot) pairs an expert of limited capacity drops; the result does not depend on the split of tokens.
 
     capacity = ceil(factor * k * T / E)      T tokens of all ranks
 
 An expert keeps the first `capacity` of its pairs in one of two orders:
 
-    "position"      by slot, then by token: every first choice comes before any second one (GShard, algorithm 1; of
+    "position"      by slot, then by token: every first choice comes before any second one (GShard, algorithm 1; for
                     k = 1 the Switch Transformer's). Tokens are in rank order, and in row order within a rank
-    "probability"   by weight, the largest first; of equal ones as by position
+    "probability"   by weight, largest first; equal weights by position
 
-A rank sees its own pairs. By position it needs to know besides how many tokens every rank has, and how many pairs of
-each slot and expert: an all-gather of [k E + 1] counts. By probability it sorts the pairs of all ranks: an all-gather
-of [T, 2 k] numbers, for which it must know every rank's rows.
+A rank sees only its own pairs. By position, it also needs the number of tokens on every rank, and of pairs of each slot
+and expert: an all-gather of [k E + 1] counts. By probability, it sorts the pairs of all ranks: an all-gather of
+[T, 2 k] numbers, which requires every rank's number of rows.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ RULES = ("position", "probability")
 
 
 class Kept(NamedTuple):
-    """What is left of this rank's choices.
+    """This rank's choices after dropping.
 
-    expert_ids   int32 [T_r, k]   -1 where dropped
-    weights      [T_r, k]         0 where dropped, without a gradient there; the others as they were
-    dropped      int64 [E]        pairs of this rank that each expert refused
-    capacity     int64 scalar     pairs that an expert keeps at most, of all ranks
+    expert_ids   int32 [T_r, k]   -1 if dropped
+    weights      [T_r, k]         0 without a gradient if dropped; the others are unchanged
+    dropped      int64 [E]        number of this rank's pairs that each expert dropped
+    capacity     int64 scalar     the most pairs, over all ranks, that an expert keeps
     """
 
     expert_ids: Tensor
@@ -51,11 +51,11 @@ Tokens = TypeVar("Tokens", int, Tensor)
 
 
 def capacity_of(factor: float, top_k: int, tokens: Tokens, num_experts: int) -> Tokens:
-    """ceil(factor * k * T / E), exactly: of an int, or on the device of an int64 tensor.
+    """ceil(factor * k * T / E), computed exactly: for an int, or on the device for an int64 tensor.
 
-    The factor is the nearest fraction with a denominator up to 10**6, so that 1.1 of 100 tokens are 110, where floats
-    would say 111. One above E does what E does: no expert has more than all k T pairs. Raises ValueError for a factor
-    that is no positive number.
+    The factor is rounded to a fraction with a denominator up to 10**6, so that 1.1 of 100 tokens is 110, where floats
+    would give 111. A factor above E acts like E: no expert has more than all k T pairs. Raises ValueError for a factor
+    that is not a positive number.
     """
     numerator, denominator = _ratio(factor, num_experts)
     return -(-(tokens * (numerator * top_k)) // (denominator * num_experts))
@@ -84,7 +84,7 @@ def keep_capacity(
     expert_ids   [T_r, k]   integers in [0, E); one below 0 is dropped already, and takes no place
     weights      [T_r, k]   any float dtype
     group        the ranks whose tokens share the experts; None: this one alone
-    sizes        every rank's rows, by probability only; None: as many as here
+    sizes        number of rows on each rank, used by probability only; None: as many as on this rank
     Raises ValueError for shapes that do not fit, naming the rank. Nothing waits for the host.
     Source: Lepikhin et al. 2020, "GShard", section 2.2; Fedus et al. 2021, "Switch Transformers", equation 3.
     """
@@ -108,7 +108,7 @@ def keep_capacity(
 def _checked(
     expert_ids: Tensor, weights: Tensor, by: str, group: Group | None, sizes: Sequence[int] | None
 ) -> tuple[int, tuple[int, ...]]:
-    """This rank, and every rank's rows."""
+    """This rank, and the number of rows on each rank."""
     rank, world_size = (0, 1) if group is None else place(group)[1:3]
     if expert_ids.dim() != 2 or expert_ids.is_floating_point() or expert_ids.shape != weights.shape:
         raise ValueError(
@@ -128,7 +128,7 @@ def _checked(
 def _positions(ids: Tensor, num_experts: int, keys: Tensor | None = None) -> Tensor:
     """ids [T, k] -> int64 [T, k]: how many pairs of the same expert come before each, by slot, then by token.
 
-    keys   [T, k]   by them first, the largest first; NaN counts as infinite
+    keys   [T, k]   if given, order by them first, largest first; NaN counts as infinite
     """
     flat = ids.t().reshape(-1)  # slot-major, and every sort below is stable
     bins = torch.where(flat < 0, num_experts, flat)
@@ -144,7 +144,7 @@ def _positions(ids: Tensor, num_experts: int, keys: Tensor | None = None) -> Ten
 
 
 def _of_other_ranks(ids: Tensor, num_experts: int, group: Group | None) -> tuple[Tensor, Tensor]:
-    """int64 [T_r, k], how many of their pairs come before each of this rank's in its expert's order; and T."""
+    """int64 [T_r, k]: how many pairs of other ranks precede each of this rank's in its expert's order; and T."""
     rows, top_k = ids.shape
     tokens = ids.new_full((1,), rows)
     if group is None:
@@ -155,12 +155,12 @@ def _of_other_ranks(ids: Tensor, num_experts: int, group: Group | None) -> tuple
     table = gather_tokens(torch.cat([mine, tokens])[None], group, (1,) * world_size, LAYER)
     counts = table[:, :-1].view(world_size, top_k, num_experts)
     others = counts.sum(0) - counts[rank]
-    before = others.cumsum(0) - others + counts[:rank].sum(0)  # of earlier slots, then of earlier ranks
+    before = others.cumsum(0) - others + counts[:rank].sum(0)  # in earlier slots, then on earlier ranks
     return before.view(-1)[ids.clamp(min=0) + slot], table[:, -1].sum()
 
 
 def _gathered(weights: Tensor, ids: Tensor, group: Group | None, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Both [T_r, k] -> [T, k] of all ranks, in one message: as floats, which hold any expert's id."""
+    """Both [T_r, k] -> [T, k] of all ranks, in one message: as floats, which can represent any expert id."""
     if group is None:
         return weights, ids
     wide = weights.to(torch.promote_types(weights.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The shape of a causal language model; field names are those of Hugging Face's Llama where it has one."""
+"""The configuration of a causal language model; field names are those of Hugging Face's Llama if it has them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """All faults of a configuration are found together, when it is made.
+    """A new configuration is checked at once, and all its faults are reported together.
 
-    num_key_value_heads and head_dim are filled in where left out: one kv head a query head, and
-    hidden_size / num_attention_heads. `dtype` is what activations are computed in, `param_dtype` what
-    parameters are kept in.
+    num_key_value_heads and head_dim have defaults: one kv head per query head, and
+    hidden_size / num_attention_heads. `dtype` is the dtype of activations, `param_dtype` that of parameters.
 
     attention_dropout drops attention weights and draws from the generator of the rank's own device, as torch's
-    attention does, unlike residual_dropout and embedding_dropout, which any split of the tokens meets alike. So
-    with it a run depends on the world size, and ranks must be seeded differently, or the heads of all ranks drop
-    the same weights: torch.manual_seed(seed + rank).
+    attention does. residual_dropout and embedding_dropout, in contrast, do not depend on the split of tokens. So
+    with attention_dropout a run depends on the world size, and ranks must be seeded differently, or else the heads
+    of all ranks drop the same weights: torch.manual_seed(seed + rank).
     """
 
     vocab_size: int = 256
@@ -54,8 +53,8 @@ class ModelConfig:
     residual_dropout: float = 0.0
     embedding_dropout: float = 0.0
     initializer_range: float = 0.02
-    moe: MoEConfig | None = None  # experts in the place of the MLP
-    max_logits_bytes: int = 1 << 28  # a loss whose logits need more is made by pieces, see linear_loss.py
+    moe: MoEConfig | None = None  # experts instead of the MLP
+    max_logits_bytes: int = 1 << 28  # if logits need more, the loss is computed in pieces, see linear_loss.py
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     param_dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
 
@@ -71,7 +70,7 @@ class ModelConfig:
             raise ValueError("ModelConfig: " + "; ".join(faults))
 
     def faults(self) -> list[str]:
-        """Everything that is wrong with this configuration, in words."""
+        """Descriptions of everything that is wrong with this configuration."""
         kv_heads, head_dim = self.num_key_value_heads or 0, self.head_dim or 0
         positive = (
             "vocab_size",
@@ -112,10 +111,10 @@ class ModelConfig:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """`dtype` as torch names it."""
+        """`dtype` as a torch.dtype."""
         return DTYPES[self.dtype]
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """`param_dtype` as torch names it."""
+        """`param_dtype` as a torch.dtype."""
         return DTYPES[self.param_dtype]

@@ -1,8 +1,8 @@
-"""Dropout whose mask is a function of (seed, step, layer, site, global token, feature).
+"""Dropout with a mask that is a function of (seed, step, layer, site, global token, feature).
 
-No generator has a state, so that any split of the tokens over ranks, microbatches or recomputation meets the
-same mask. Each row gets two 32-bit words and each feature one, by a 64-bit mixer; an element mixes its three
-words in 32-bit arithmetic (wrapping int32 multiplications) and is kept if the result lies above a threshold.
+There is no generator state, so the mask does not depend on how tokens are split over ranks or microbatches, nor on
+recomputation. A 64-bit mixer gives each row two 32-bit words and each feature one; an element mixes its three
+words in 32-bit arithmetic (wrapping int32 multiplications) and is kept if the result is above a threshold.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class HiddenDropout(nn.Module):
     """Dropout of hidden states, the same for any split of the tokens.
 
     x        [T_r, H]   rows [layout.start, layout.start + T_r) of the batch
-    return   [T_r, H]   x / (1 - rate) where kept, 0 elsewhere; x itself in evaluation or at rate 0
-    Raises ValueError where layout carries no dropout state (CausalLM.set_dropout).
+    return   [T_r, H]   x / (1 - rate) if kept, else 0; x itself in evaluation or at rate 0
+    Raises ValueError if the layout has no dropout state (CausalLM.set_dropout).
     """
 
     def __init__(self, rate: float, layer: int, site: int) -> None:
@@ -42,13 +42,13 @@ class HiddenDropout(nn.Module):
 
 
 def dropout_state(seed: int, step: int, first_token: int = 0) -> Tensor:
-    """What TokenLayout.dropout carries. first_token: global index of the batch's first token (over data
+    """The value of TokenLayout.dropout. first_token: global index of the batch's first token (over data
     parallel ranks and microbatches)."""
     return torch.tensor([seed, step, first_token], dtype=torch.int64)
 
 
 def dropout_mask(state: Tensor, rate: float, site: int, start: int, rows: int, features: int) -> Tensor:
-    """bool [rows, features], true where dropped, for tokens start .. start + rows - 1 of the batch."""
+    """bool [rows, features], true if dropped, for tokens start .. start + rows - 1 of the batch."""
     return random_bits(state, site, start, rows, features) < int(rate * 2.0**32) - 2**31
 
 
@@ -77,7 +77,7 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """A 32-bit finalizer of low bias (Wellons, lowbias32)."""
+    """A low-bias 32-bit finalizer (Wellons, lowbias32)."""
     x = (x ^ _shift(x, 16, 32)) * 0x7FEB352D
     x = (x ^ _shift(x, 15, 32)) * (0x846CA68B - (1 << 32))
     return x ^ _shift(x, 16, 32)

@@ -1,4 +1,4 @@
-"""Token embeddings, which parallelize may split by vocabulary."""
+"""Token embeddings, which parallelize may split over the vocabulary."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .layout import TokenLayout
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A plain embedding; split over the vocabulary where it is parallel.
+    """A plain embedding; if parallel, split over the vocabulary.
 
-    input_ids   [T]      integers in [0, V), of all ranks
+    input_ids   [T]      integers in [0, V), ids of all tokens
     weight      [V, H]
     return      [T_r, H] rows of this rank's tokens
-    forward: a lookup; parallel, of the ids in this rank's part of the vocabulary, summed over ranks and
-    split by rows. Raises IndexError for an id outside the vocabulary, as torch does.
+    forward: a lookup; if parallel, a lookup of the ids in this rank's part of the vocabulary, then a
+    reduce-scatter over rows. Raises IndexError for an id outside the vocabulary, as torch does.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The experts of a mixture, one weight tensor a projection, [E, out, in], and what a token's choice of them makes."""
+"""The experts of an MoE layer, with one weight tensor [E, out, in] per projection."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ ON_OVERFLOW = ("error", "rounds")
 class Experts(nn.Module):
     """out = sum over a token's choices j, in their order, of weights[:, j] * expert_j(x).
 
-    expert_e(x) = down_e (act(gate_e x) * (up_e x)), or down_e act(up_e x) where `gated` is False.
+    expert_e(x) = down_e (act(gate_e x) * (up_e x)), or down_e act(up_e x) if `gated` is False.
 
         x                      [T_r, H]
         expert_ids, weights    [T_r, k]   -1 drops a choice
         gate_proj, up_proj     [E, F, H]  down_proj [E, H, F]; cast to x.dtype
         return                 [T_r, H]
 
-    max_rows       most rows that this rank's experts receive
-    recv_capacity  the same as a multiple of an even share, T k / W rows of T tokens on all W ranks; W is any routing
-    on_overflow    what happens to more rows than one of these allows: "error", or "rounds", which take so many at a
-                   time, see fusedtp.moe_rounds. With neither of these there is room for any routing, or where that is
-                   much and kernels run, for two even shares, and more come in rounds
-    used           the RecvUsage of the last call; None if it had no limit, or raises beyond it
-    comm_dtype     "" or "fp8": in which form rows travel to their experts, also where all experts are here
-    weights_sum    what a token's weights should sum to, checked on CPU; None: any
+    max_rows       the most rows that this rank's experts can receive
+    recv_capacity  the same as a multiple of the even share, T k / W rows for T tokens on all W ranks; with W any
+                   routing fits
+    on_overflow    if more rows arrive than one of these allows: "error", or "rounds" with that many rows at a time, see
+                   fusedtp.moe_rounds. If neither is given, any routing fits; if that needs much memory and kernels run,
+                   only two even shares fit, and the rest comes in rounds
+    used           RecvUsage of the last call; None if it had no limit, or if overflow raises
+    comm_dtype     "" or "fp8": the format in which rows travel to their experts; applies to local experts too
+    weights_sum    the value that a token's weights must sum to, checked on CPU; None: any
 
     Parallel: this rank has E / W experts, and rows travel; see hooks.py.
     """
@@ -89,7 +90,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """A usable start; `init_` is what gives the same model at any world size."""
+        """A usable initialization; `init_` gives the same model at any world size."""
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.02)
 
@@ -112,9 +113,9 @@ class Experts(nn.Module):
         engine: str = "auto",
         layer: str = "",
     ) -> Tensor:
-        """With `own` weights (gate or None, up, down) of this rank's experts, the others' on the ranks of `group`.
+        """The output, with `own` weights (gate or None, up, down) of this rank's experts; `group` has the others.
 
-        num_experts   of all ranks, as expert_ids count them
+        num_experts   number of experts on all ranks, the range of expert_ids
         """
         from fusedtp.ops.moe import (
             Mlp,
@@ -153,7 +154,7 @@ class Experts(nn.Module):
         return moe_matmul_combine(hidden, down, handle)
 
     def matmuls(self, rows: Tensor, offsets: Tensor, own: Sequence[Tensor | None]) -> Tensor:
-        """rows [R, H] by expert, see grouped_matmul -> [R, H]."""
+        """rows [R, H] sorted by expert, see grouped_matmul -> [R, H]."""
         from fusedtp.ops.moe import grouped_gated, grouped_matmul
 
         gate, up, down = own
@@ -166,11 +167,11 @@ class Experts(nn.Module):
 
     @property
     def bounded(self) -> bool:
-        """Whether there is room for so many rows only."""
+        """Whether the number of received rows is limited."""
         return self.max_rows is not None or self.recv_capacity is not None
 
     def _bound(self, tokens: int | Sequence[int], top_k: int, group: Group | None) -> int | None:
-        """Rows that a rank has room for, of `tokens` on each rank: the same on all."""
+        """The most rows a rank can receive, for `tokens` on each rank; the same on all ranks."""
         if self.recv_capacity is None:
             return self.max_rows
         ranks = 1 if group is None else place(group).world_size
@@ -182,7 +183,7 @@ class Experts(nn.Module):
 
 
 def exchange_faults(max_rows: int | None, recv_capacity: float | None, on_overflow: str, comm_dtype: str) -> list[str]:
-    """What is wrong with these options of the exchange, in words."""
+    """Descriptions of what is wrong with these options of the exchange."""
     found = []
     if comm_dtype not in COMM_DTYPES:
         found.append(f"comm_dtype is {comm_dtype!r}, must be one of {', '.join(map(repr, COMM_DTYPES))}")

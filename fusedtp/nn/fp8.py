@@ -1,45 +1,46 @@
-"""A linear layer that multiplies in fp8, forward and for the gradient of its input; parallel as any other.
+"""A linear layer that multiplies in fp8, for the forward and the input gradient; parallel like any other linear.
 
-    forward   y = q(x) @ q(w).T + b           e4m3 by e4m3, scales of the rows of x and of w
-    dgrad     dx = q(dy) @ q(w.T).T           e5m2 by e4m3, scales of the rows of dy and of the columns of w
+    forward   y = q(x) @ q(w).T + b           e4m3 by e4m3, scales for the rows of x and of w
+    dgrad     dx = q(dy) @ q(w.T).T           e5m2 by e4m3, scales for the rows of dy and the columns of w
     wgrad     dw = q(dy).T @ q(x)             of the same numbers, in the dtype of x
-    saved     x in fp8 with its scales, a byte a number; the weight
+    saved     x in fp8 with its scales, one byte per number; the weight
 
-These are scales of rows; with one scale of each tensor wgrad is fp8 too. q() is quantize of ops/fp8.py. Parallel:
+This is with row scales; with one scale per tensor, wgrad is in fp8 too. q() is quantize of ops/fp8.py. Parallel:
 
-    column-parallel   q(x) is gathered in fp8 (scaled_all_gather_matmul), for dw once more, half the bytes of 16 bits;
+    column-parallel   q(x) is gathered in fp8 (scaled_all_gather_matmul), and again for dw: half the bytes of 16 bits;
                       dx by scaled_matmul_reduce_scatter
-    row-parallel      y by scaled_matmul_reduce_scatter, of each rank's columns with their own scales; q(dy) is gathered
-                      in fp8, once for dx and dw
+    row-parallel      y by scaled_matmul_reduce_scatter, where each rank's columns have their own scales; q(dy) is
+                      gathered in fp8, once for dx and dw
     without sequence parallelism y of a row-parallel layer by scaled_matmul_all_reduce; gradients are local
 
 Note [Scales along the contraction]
-A product is scaled after its sum, so a scale must be the same all along the sum: scales of rows serve x @ w.T, where
-rows are not summed over. dy.T @ x sums over the rows of both, and their scales do not factor out. So wgrad multiplies
-values * scale in the dtype of x, bf16 or fp32, which hold them exactly (Note [Scales that are powers of two] in
-ops/fp8.py). And w is quantized twice, by rows for y and by columns for dx: there the sum runs along the other side. The
-copy of w.T is also what the matrix units of Hopper want, whose fp8 operands have the side that is summed over
-contiguous.
+A product is scaled after its sum, so a scale must be constant along the summed dimension: row scales work for x @ w.T,
+which does not sum over rows. dy.T @ x sums over the rows of both, so their scales do not factor out. Therefore wgrad
+multiplies values * scale in the dtype of x, bf16 or fp32, which represent them exactly (Note [Scales that are powers of
+two] in ops/fp8.py). And w is quantized twice, by rows for y and by columns for dx, because dx sums over the other
+dimension. The matrix units of Hopper need the copy of w.T anyway, since their fp8 operands must be contiguous along the
+summed dimension.
 
 Note [Delayed scaling]
-A scale that is made of the numbers it is for takes a pass over them first, and a tensor's scale a message of all ranks.
-With a history, scales are of the largest magnitudes of the last steps, known beforehand. In training the layer notes
-this step's in its buffer `amax`, and `advance_fp8_`, once a step, enters them in the histories of all layers, the
-largest of all ranks; what a step has not seen, or seen as zeros alone, keeps its last magnitude. Numbers beyond a scale
-become the largest fp8. Scales are current until the history has a magnitude of their tensors.
-Both buffers are in the state dict. A block that is computed again for its backward (activation checkpointing) has the
-same scales both times.
+A scale computed from the current numbers needs a pass over them first, and a tensor scale also a message between all
+ranks. With a history, scales come from the largest magnitudes of the last steps, which are known beforehand. In
+training the layer records the magnitudes of this step in its buffer `amax`, and `advance_fp8_`, once per step, appends
+them to the histories of all layers, as the maximum over ranks; a tensor that was not seen, or was all zeros, keeps its
+last magnitude. Numbers beyond the scale saturate to the largest fp8 number. Until the history has a magnitude of its
+tensor, the current scale is used.
+Both buffers are in the state dict. A block that is recomputed for its backward (activation checkpointing) has the same
+scales both times.
 
 Note [What fp8 loses]
-With e(x) = max(u |x|, v M), M the largest magnitude of a row (or tensor): u = 2**-4, v = 2**-17 of e4m3; u = 2**-3,
-v = 2**-31 of e5m2. A number is off by at most e, so entry by entry, of exact sums,
+With e(x) = max(u |x|, v M), M the largest magnitude of a row (or tensor): u = 2**-4, v = 2**-17 for e4m3; u = 2**-3,
+v = 2**-31 for e5m2. A number is off by at most e, so for each entry of exact sums,
 
     |y - x @ w.T|    <=  (|x| + e(x)) @ (|w| + e(w)).T - |x| @ |w|.T          about 2**-3 of |x| @ |w|.T at most
     |dx - dy @ w|    <=  (|dy| + e(dy)) @ (|w| + e(w)) - |dy| @ |w|           about 3 * 2**-4
     |dw - dy.T @ x|  <=  (|dy| + e(dy)).T @ (|x| + e(x)) - |dy|.T @ |x|       about 3 * 2**-4
 
-and what fp32 sums and the rounding of the result lose, as of any product of that dtype. These are worst cases: numbers
-are rounded as often up as down, and of K random terms about the square root of K adds up.
+plus the errors of fp32 sums and of rounding the result, as in any product of that dtype. These are worst cases: numbers
+are rounded up as often as down, so the errors of K random terms add up to about the square root of K of them.
 
 Sources: Micikevicius et al. 2022, "FP8 formats for deep learning"; DeepSeek-V3 (2024), section 3.3.
 """
@@ -71,24 +72,24 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 class FP8Linear(Linear):
-    """y = x @ w.T + b, multiplied in fp8: a Linear in all else, its parameters too.
+    """y = x @ w.T + b, multiplied in fp8; otherwise a Linear, with the same parameters.
 
         x         [T, K]   bfloat16 or float32
         weight    [N, K]   cast to x.dtype, then quantized
-        scales    "row": of each row of x, w and dy, and of each column of w; "tensor": one of each tensor
-        history   0: scales are made of the numbers that they are for. Else, with scales="tensor", of the largest
-                  magnitudes of the last so many steps: Note [Delayed scaling]
-        margin    of delayed scaling: scales are 2**margin times as large as the history asks for
-        min_rows  with fewer tokens (of all ranks) the layer computes in x.dtype, forward and backward: small products
-                  take as long in fp8, or longer, and quantizing comes on top (torch issue 179770: its fused fp8
+        scales    "row": one per row of x, w and dy, and per column of w; "tensor": one per tensor
+        history   0: scales are computed from the current numbers. Otherwise, with scales="tensor", from the largest
+                  magnitudes of this many last steps: Note [Delayed scaling]
+        margin    for delayed scaling: scales are 2**margin times as large as the history requires
+        min_rows  with fewer tokens (over all ranks) the layer computes in x.dtype, forward and backward: small products
+                  are not faster in fp8, and quantization is extra work (torch issue 179770: its fused fp8
                   reduce-scatter ran at a third of the unfused one's speed up to 448 rows)
-        return    [T, N]   of x.dtype, summed in fp32
+        return    [T, N]   in x.dtype, summed in fp32
 
-    Forward, dgrad, wgrad, errors of fp8 and what parallel layers send: the docstring of fusedtp.nn.fp8. A CPU, and a
-    GPU that multiplies no fp8, multiply the same numbers in a wider dtype.
+    For forward, dgrad, wgrad, fp8 errors and communication see the docstring of fusedtp.nn.fp8. A CPU, or a GPU without
+    fp8 matmuls, multiplies the same numbers in a wider dtype.
 
-    Raises ValueError for options that do not go together, and for another dtype of x: fp16 does not hold all that fp8
-    with its scale does. RuntimeError where delayed scaling is compiled.
+    Raises ValueError for options that exclude each other, and for other dtypes of x: fp16 cannot represent all fp8
+    numbers with their scales. RuntimeError if delayed scaling is compiled.
     Source: Micikevicius et al. 2022, "FP8 formats for deep learning"; DeepSeek-V3 (2024), section 3.3.
     """
 
@@ -127,7 +128,7 @@ class FP8Linear(Linear):
         self.operations = InFP8(min_rows, scaling)
 
     def alone(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N], multiplied in fp8 from min_rows rows on."""
+        """x [..., K] -> [..., N], multiplied in fp8 if there are at least min_rows rows."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return self.operations.local(x, self.weight.to(x.dtype), bias)
 
@@ -139,7 +140,7 @@ class FP8Linear(Linear):
             self.operations.scaling.seen = NOTHING
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Magnitudes stay fp32, whatever dtype the layer is cast to."""
+        """Magnitudes stay fp32 if the layer is cast."""
         before = {name: self._buffers[name] for name in ("amax", "amax_history") if name in self._buffers}
         super()._apply(fn, recurse)
         for name, old in before.items():
@@ -149,7 +150,7 @@ class FP8Linear(Linear):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A Linear's state dict has no history, and another layer's may have another length."""
+        """Handles state dicts without a history (of a Linear) or with a history of another length."""
         if "amax" in self._buffers:
             found = state_dict.get(f"{prefix}amax_history", self.amax_history.new_zeros(0, 3))
             kept = found[: len(self.amax_history)]
@@ -171,7 +172,7 @@ Quantized = tuple[Tensor, Tensor]  # values and scales
 
 
 class Scaling(ABC):
-    """How the operands of a layer are quantized. spec: of ranks that hold other parts of the same tensors, or None."""
+    """Quantization of a layer's operands. spec: the ranks that hold other parts of the same tensors, or None."""
 
     by_row = False
 
@@ -184,13 +185,13 @@ class Scaling(ABC):
         """dy [T, N]."""
 
     def transposed(self, w: Tensor, w_scale: Tensor) -> Quantized:
-        """w.T [K, N], for dgrad, of a w that had this scale in the forward."""
+        """w.T [K, N], for dgrad; w had the scale w_scale in the forward."""
         return fp8.quantize(w.t()) if self.by_row else (fp8.values_of(w.t(), w_scale, E4M3), w_scale)
 
 
 @dataclass(frozen=True)
 class Current(Scaling):
-    """Scales made of the numbers that they are for. Of tensors: of all ranks' parts, by a gather of a few numbers."""
+    """Scales computed from the current numbers. Tensor scales cover all ranks' parts: a gather of a few numbers."""
 
     by_row: bool
 
@@ -213,9 +214,9 @@ NOTHING = (False, False, False)  # of x, w and dy
 
 
 class Delayed(Scaling):
-    """Tensor scales of the largest magnitudes of the last steps: Note [Delayed scaling].
+    """Tensor scales from the largest magnitudes of the last steps: Note [Delayed scaling].
 
-    seen   whether the history has a magnitude of x, of w, of dy; the same on all ranks, as histories are
+    seen   whether the history has a magnitude of x, of w, of dy; the same on all ranks, like the histories
     """
 
     def __init__(self, layer: Any, margin: int) -> None:
@@ -251,7 +252,7 @@ class Delayed(Scaling):
         return f"tensor scales of {len(self.layer.amax_history)} steps"
 
 
-# Runs while tracing: an error that is traced would only break the graph.
+# Runs at trace time: an error inside traced code would only cause a graph break.
 @constant_to_compiler
 def _refuse_to_compile() -> None:
     raise RuntimeError("an FP8Linear with a history is compiled: a graph would not note what the layer sees")
@@ -263,7 +264,7 @@ def _quantized(x: Tensor, largest: Tensor, kind: torch.dtype) -> Quantized:
 
 
 def of_all_ranks(largest: Tensor, spec: Spec | None) -> Tensor:
-    """[1, n] fp32 -> [1, n], the largest of each over ranks."""
+    """[1, n] fp32 -> [1, n], the maximum over ranks."""
     if spec is None:
         return largest
     at = spec._replace(sizes=(1,) * len(spec.sizes), batch=1, needs_grad=0)
@@ -271,9 +272,10 @@ def of_all_ranks(largest: Tensor, spec: Spec | None) -> Tensor:
 
 
 def advance_fp8_(model: nn.Module) -> None:
-    """Enter what this step has seen into the history of every FP8Linear that has one: once a step, after backward.
+    """Append the magnitudes of this step to the history of every FP8Linear that has one. Call once per step, after
+    backward.
 
-    Collective: ranks that share layers exchange three numbers a layer, all layers of a group in one gather, so that
+    Collective: ranks that share layers exchange three numbers per layer, all layers of a group in one gather, so that
     their histories, and scales, are equal. Note [Delayed scaling] in fusedtp.nn.fp8.
     """
     of_group: dict[str, list[Any]] = {}
@@ -288,10 +290,10 @@ def advance_fp8_(model: nn.Module) -> None:
                 comm = communicator(group)
                 seen = of_all_ranks(seen, Spec(group, comm.rank, (1,) * comm.world_size))
             for layer, amax in zip(layers, seen.view(-1, 3), strict=True):
-                newest = torch.where(amax > 0, amax, layer.amax_history[0])  # what was not seen is as it was
+                newest = torch.where(amax > 0, amax, layer.amax_history[0])  # if not seen, keep the last magnitude
                 layer.amax_history.copy_(torch.cat([newest.view(1, 3), layer.amax_history[:-1]]))
                 layer.amax.zero_()
-                if not all(layer.operations.scaling.seen):  # waits for the device, in the first steps
+                if not all(layer.operations.scaling.seen):  # synchronizes with the device, in the first steps only
                     layer.operations.scaling.seen = tuple((layer.amax_history > 0).any(0).tolist())
 
 
@@ -300,16 +302,16 @@ def advance_fp8_(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class InFP8:
-    """What a parallel layer does with a linear layer, in fp8: the signatures are those of the operations it replaces.
+    """The fp8 versions of a linear layer's operations, with the signatures of the operations that they replace.
 
-    min_rows   with fewer rows, of all ranks, those run instead
+    min_rows   with fewer rows (over all ranks) the original operations run
     """
 
     min_rows: int
     scaling: Any
 
     def instead_of(self, operation: str, tokens: int) -> str:
-        """The name of what runs in place of an operation of the working dtype, for so many tokens."""
+        """The name of the operation that runs instead of one in the working dtype, for this number of tokens."""
         if tokens < self.min_rows:
             return operation
         return "fp8 matmul" if operation == "matmul" else f"scaled_{operation}"
@@ -416,9 +418,9 @@ def _check_dtype(x: Tensor) -> None:
 
 
 class _Gathered(Function):
-    """y_i = q(x) @ q(w_i).T + b_i, x of all ranks. Without a spec, x is whole here and no row travels.
+    """y_i = q(x) @ q(w_i).T + b_i, with x gathered from all ranks. Without a spec, x is whole and no row travels.
 
-    summed   of one product without a spec: y is the sum over ranks, in all of which dy is the same
+    summed   for a single product without a spec: y is summed over these ranks, and dy is the same on all of them
     """
 
     @staticmethod
@@ -464,11 +466,11 @@ class _Gathered(Function):
         versions = [(dy, dy._version) for dy in dys]
         kept, ctx.quantized = ctx.quantized, None
         if kept is not None and all(a is b and v == w for (a, v), (b, w) in zip(kept[0], versions, strict=True)):
-            _, values, scale = kept  # else it is of another backward pass
+            _, values, scale = kept  # otherwise it belongs to another backward pass
         elif need_x or any(needs[:n]):
             values, scale = ctx.scaling.gradient(joined(dys, 1), spec)
         if need_x and not any(needs[:n]) and any(ctx.needs_input_grad[5 : 5 + n]):
-            ctx.quantized = versions, values, scale  # a weight pass follows
+            ctx.quantized = versions, values, scale  # keep it for the weight pass that follows
         if need_x:
             w_scale, *weights = of_weights
             w, w_scale = ctx.scaling.transposed(joined(weights), w_scale)
@@ -488,7 +490,7 @@ class _Gathered(Function):
 
 
 class _Scattered(Function):
-    """y = q(x) @ q(w).T summed over ranks, + b: this rank's rows."""
+    """y = q(x) @ q(w).T summed over ranks, + b; returns this rank's rows."""
 
     @staticmethod
     def forward(
@@ -526,11 +528,11 @@ class _Scattered(Function):
             gather = OPERATIONS["scaled_all_gather_matmul"]
             dx, *gathered = gather(ctx.spec, packed, E5M2, [w], [w_scale], [None], ctx.dtype, keep)
             full = gathered[0] if keep else None
-            if keep and not need_w:  # a weight pass follows
+            if keep and not need_w:  # keep it for the weight pass that follows
                 ctx.gathered_dy = dy, dy._version, full
         elif ctx.gathered_dy is not None:
             (of, version, kept), ctx.gathered_dy = ctx.gathered_dy, None
-            if of is dy and version == dy._version:  # else it is of another backward pass
+            if of is dy and version == dy._version:  # otherwise it belongs to another backward pass
                 full = kept
         if need_w:
             if full is None:
@@ -541,7 +543,7 @@ class _Scattered(Function):
 
 
 def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Several as one operand, with scales that they share."""
+    """Several tensors as one operand, with common scales."""
     return torch.cat([*tensors], dim) if len(tensors) > 1 else tensors[0]
 
 
@@ -554,9 +556,9 @@ def weight_gradient(
     main_grad: MainGrad | None,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """dw [N, K] of dy [T, N] and x [T, K], or None where it was added to main_grad. Note [Scales along the contraction]
+    """dw [N, K] from dy [T, N] and x [T, K], or None if it was added to main_grad. Note [Scales along the contraction]
 
-    dy_scale, x_scale   of rows; of all rows the same where scales are of tensors
+    dy_scale, x_scale   one per row; with tensor scales, the same for all rows
     """
     if scaling.by_row or not len(x):
         return weight_grad(fp8.dequantize(dy, dy_scale, dtype), fp8.dequantize(x, x_scale, dtype), main_grad)

@@ -1,4 +1,4 @@
-"""Sampling from a causal language model, without a cache: every token runs the whole context."""
+"""Sampling from a causal language model without a KV cache: every new token runs the whole context."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def generate(
     seed: int = 0,
     max_context: int | None = None,
 ) -> Tensor:
-    """Continue every sequence by max_new_tokens.
+    """Extend every sequence by max_new_tokens.
 
     input_ids     [B, S]   S at least 1, the same on all ranks
-    temperature   0: the most likely token; else sampled, the same on all ranks for one seed
-    max_context   how many of the last tokens the model sees; None: all
+    temperature   0: the most likely token; otherwise sampled, the same on all ranks for the same seed
+    max_context   number of last tokens that the model sees; None: all
     return        [B, S + max_new_tokens]
     """
     if input_ids.dim() != 2 or input_ids.shape[1] == 0:
@@ -47,7 +47,7 @@ def generate(
 
 
 def last_logits(model: CausalLM, input_ids: Tensor) -> Tensor:
-    """[B, V]: the logits after each sequence's last token, the full vocabulary on every rank."""
+    """[B, V]: logits after each sequence's last token, with the full vocabulary on every rank."""
     batch, length = input_ids.shape
     layout = model.layout(input_ids)
     logits = model.compute_logits(model.hidden_states(input_ids, layout), layout)

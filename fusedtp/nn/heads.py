@@ -1,12 +1,12 @@
-"""Which numbers of ranks can share the heads of attention."""
+"""World sizes that can share attention heads."""
 
 from __future__ import annotations
 
 
 def heads_split(world_size: int, heads: int, kv_heads: int) -> bool:
-    """Whether every rank gets as many whole query heads, and has their kv heads.
+    """Whether every rank gets equally many whole query heads, along with their kv heads.
 
-    Ranks share the kv heads evenly too, or, where these are fewer, several ranks evenly share one.
+    Ranks divide the kv heads evenly too; if there are fewer kv heads than ranks, equally many ranks share each.
     """
     if world_size < 1 or heads % world_size:
         return False
@@ -14,5 +14,5 @@ def heads_split(world_size: int, heads: int, kv_heads: int) -> bool:
 
 
 def sizes_that_split(heads: int, kv_heads: int) -> str:
-    """All world sizes that would do, in words: "1, 2, 4"."""
+    """All possible world sizes as text: "1, 2, 4"."""
     return ", ".join(str(size) for size in range(1, heads + 1) if heads_split(size, heads, kv_heads))

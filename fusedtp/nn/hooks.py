@@ -1,24 +1,24 @@
-"""What a module asks of its `.parallel` object.
+"""The interface between a module and its `.parallel` object.
 
-The modules of this package are ordinary single-device modules. `fusedtp.parallel.parallelize` gives some
-of them an attribute `parallel`; where it is not None, the module hands over the few steps that differ:
+The modules of this package are ordinary single-device modules. `fusedtp.parallel.parallelize` sets the attribute
+`parallel` of some of them; if it is not None, the module delegates the few steps that differ to it:
 
     module                    step                      hook
     Linear, several on one x  one gather, W matmuls     parallel.project(x, linears, layout, gathering) -> tuple
     Linear                    the whole layer           parallel.linear(x, linear, layout) -> Tensor
     VocabParallelEmbedding    the lookup                parallel.embed(input_ids, embedding, layout)
     Experts                   the whole layer           parallel.experts(x, expert_ids, weights, experts, layout)
-    MoE.experts               whose tokens are balanced parallel.token_group
+    MoE.experts               ranks to balance over     parallel.token_group
     RMSNorm, Router           reading a parameter       parallel.read(parameter) -> plain tensor
     CausalLM.lm_head          which ranks hold vocab    parallel.group, parallel.gather_output
-                              the loss by pieces        parallel.cross_entropy(x, linear, labels, layout, **options)
+                              the loss in pieces        parallel.cross_entropy(x, linear, labels, layout, **options)
 
-A TransformerBlock also gets an attribute `replicas`. With it, the block or a model of such blocks reads the parameters
-that all ranks hold in one autograd node: replicas.opened(block) and replicas.all_opened(blocks) -> context managers.
+A TransformerBlock also gets an attribute `replicas`. With it, the block or a model of such blocks reads replicated
+parameters in one autograd node: replicas.opened(block) and replicas.all_opened(blocks) -> context managers.
 
-Besides, these know that ranks exist: TokenLayout (which rows are mine), CausalLM (token_split and token_group, set by
-parallelize), the loss and `generate` (which read sharded logits), init_ (which draws a DTensor's own part), and Router
-and its neighbours balance.py and capacity.py (whose batch is that of all ranks of a group passed in).
+Apart from these hooks, only the following code is aware of ranks: TokenLayout (this rank's rows), CausalLM (token_split
+and token_group, set by parallelize), the loss and `generate` (they read sharded logits), init_ (it draws a DTensor's
+local part), and Router with balance.py and capacity.py (their batch is that of all ranks of a given group).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 
 class Parallel(Protocol):
-    """Every hook; an object implements those that its kind of module asks for."""
+    """All hooks; an object implements those that its kind of module uses."""
 
-    # What communicator() takes. On lm_head: the ranks that hold the other vocabulary shards of the logits.
+    # Anything communicator() accepts. On lm_head: the ranks that hold the other vocabulary shards of the logits.
     group: Any
     # True: `linear` and `project` return full columns on every rank (the plan "colwise_gather_output").
     gather_output: bool
 
     def read(self, parameter: Tensor) -> Tensor:
-        """The plain local tensor of a parameter, with gradients summed over ranks where each sees a part."""
+        """The plain local tensor of a parameter; its gradient is summed over ranks if it is partial."""
 
     def linear(self, x: Tensor, linear: nn.Module, layout: TokenLayout | None) -> Tensor:
         """Column-parallel: [T_r, K] -> [T, N_r]. Row-parallel: [T, K_r] -> [T_r, N]."""
@@ -58,20 +58,20 @@ class Parallel(Protocol):
     ) -> tuple[Tensor, ...]:
         """Column-parallel, several weights on one gathered x: [T_r, K] -> ([T, N_r], ...).
 
-        gathering   an operation to do it by, where x is gathered; called as all_gather_matmul is
+        gathering   if x is gathered, the operation to use; called like all_gather_matmul
         """
 
     def embed(self, input_ids: Tensor, embedding: nn.Module, layout: TokenLayout) -> Tensor:
-        """[T] ids of all ranks -> [T_r, H]."""
+        """[T] ids of all tokens -> [T_r, H]."""
 
 
 def parallel_of(module: nn.Module) -> Any:
-    """The module's `.parallel` object, or None where it is an ordinary module."""
+    """The module's `.parallel` object, or None for an ordinary module."""
     return getattr(module, "parallel", None)
 
 
 def is_called_plainly(module: nn.Module) -> bool:
-    """Whether a call runs the forward of its class and nothing else: no hooks, no forward of its own, not compiled."""
+    """Whether a call runs only the forward of its class: no hooks, no forward on the instance, not compiled."""
     hooks = (
         module._forward_pre_hooks,
         module._forward_hooks,
@@ -93,21 +93,21 @@ def read(module: nn.Module, name: str) -> Any:
 
 
 def opened(block: nn.Module) -> AbstractContextManager[None]:
-    """For the forward of a block: `replicas.opened`, in eager code that records gradients."""
+    """`replicas.opened` for the forward of a block, in eager code with gradients enabled; otherwise no context."""
     replicas = _replicas([block])
     context: AbstractContextManager[None] = nullcontext() if replicas is None else replicas.opened(block)
     return context
 
 
 def all_opened(blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
-    """For calls of several blocks: `replicas.all_opened`, likewise."""
+    """`replicas.all_opened` for calls of several blocks, under the same conditions."""
     replicas = _replicas(blocks)
     context: AbstractContextManager[None] = nullcontext() if replicas is None else replicas.all_opened(blocks)
     return context
 
 
 def _replicas(blocks: Sequence[nn.Module]) -> Any:
-    """The first block's that has some, where they are to be used."""
+    """The first `replicas` found on these blocks; None if they are not used."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
     return next((found for block in blocks if (found := getattr(block, "replicas", None)) is not None), None)

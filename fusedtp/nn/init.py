@@ -1,9 +1,9 @@
 """The same initial model at any world size.
 
-Every parameter is drawn in full from a generator of its own, seeded by (seed, name), and then sliced by its
-DTensor placements; so no draw depends on another, on the order of modules, or on the number of ranks.
-Norms are ones, biases zeros, matrices normal; the projections that write to the residual stream get a
-standard deviation smaller by sqrt(2 * layers) (Radford et al. 2019).
+Every parameter is drawn in full from its own generator, seeded by (seed, name), and then sliced by its
+DTensor placements. So no draw depends on another draw, on the order of modules, or on the number of ranks.
+Norms are ones, biases zeros, matrices normal; for projections that write to the residual stream the
+standard deviation is divided by sqrt(2 * layers) (Radford et al. 2019).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "
 
 
 def init_(model: nn.Module, seed: int, std: float | None = None) -> nn.Module:
-    """Initialise every parameter in place, plain or DTensor, also after to_empty from the meta device.
+    """Initialize every parameter in place, plain or DTensor; also works after to_empty from the meta device.
 
-    std: None takes config.initializer_range, or 0.02 for a model without a config.
+    std: None uses config.initializer_range, or 0.02 for a model without a config.
     """
     config = getattr(model, "config", None)
     std = getattr(config, "initializer_range", 0.02) if std is None else std
@@ -40,7 +40,7 @@ def init_(model: nn.Module, seed: int, std: float | None = None) -> nn.Module:
 
 
 def original_name(name: str) -> str:
-    """A parameter's name without what torch's wrappers add to it."""
+    """A parameter's name without the parts that torch's wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -59,12 +59,12 @@ def draw(name: str, shape: tuple[int, ...], seed: int, std: float, num_layers: i
 
 
 def local_slice(full: Tensor, parameter: Any) -> Tensor:
-    """What this rank holds of `full`, by the placements of a DTensor (torch.chunk's sizes), or all."""
+    """This rank's part of `full`, by the placements of a DTensor (sizes of torch.chunk), or all of it."""
     if not hasattr(parameter, "placements"):
         return full
     mesh = parameter.device_mesh
-    # FSDP2 over a dim that tensor parallelism has cut is a strided shard: it has a dim as every shard has, says
-    # False to is_shard() in torch 2.13, and cuts what the later mesh dims left.
+    # If FSDP2 shards a dim that tensor parallelism has split, it is a strided shard: it has a dim like any shard, but
+    # is_shard() is False in torch 2.13, and it splits the part that later mesh dims left.
     steps = [step for step in enumerate(parameter.placements) if hasattr(step[1], "dim")]
     steps.sort(key=lambda step: hasattr(step[1], "split_factor"))
     for mesh_dim, place in steps:
@@ -73,7 +73,7 @@ def local_slice(full: Tensor, parameter: Any) -> Tensor:
 
 
 def chunk_of(x: Tensor, dim: int, rank: int, world_size: int) -> Tensor:
-    """Chunk `rank` of torch.chunk(x, world_size, dim), empty where there are fewer."""
+    """Chunk `rank` of torch.chunk(x, world_size, dim); empty if there are fewer chunks."""
     size = x.shape[dim]
     chunk = -(-size // world_size)
     start = min(rank * chunk, size)

@@ -1,7 +1,7 @@
-"""Which tokens a batch holds, and which of them are this rank's.
+"""The tokens of a batch, and which of them are this rank's.
 
-Between layers a model carries flattened tokens, [T_r, H]: rows [start, stop) of the T = batch * length
-tokens in (sequence, position) order. Attention and loss see all T; everything else sees rows only.
+Between layers a model passes flattened tokens, [T_r, H]: rows [start, stop) of the T = batch * length
+tokens in (sequence, position) order. Attention and loss see all T; everything else sees only this rank's rows.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from torch import Tensor
 
 
 class Collected:
-    """What layers leave for the model as a whole, in their order.
+    """Values that layers record for the whole model, in layer order.
 
-    No list: torch's FSDP2 makes new lists of those that hold tensors, for each module that it shards.
+    Not a list: for each module that it shards, torch's FSDP2 replaces lists of tensors by new lists.
     """
 
     def __init__(self) -> None:
         self.found: list[Any] = []
 
     def append(self, value: Any) -> None:
-        """Leave one more."""
+        """Record one more value."""
         self.found.append(value)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenLayout:
-    """The order and the split of a batch's tokens; travels beside x from layer to layer.
+    """The order and the split of a batch's tokens; passed along with x from layer to layer.
 
-    positions, document_ids   [B, S] integers, or None (0..S-1, one document a sequence)
-    sizes                     every rank's rows, in rank order; () where tokens are not split
-    rotary, mask              what layers would each compute from the above, computed once by the model
+    positions, document_ids   [B, S] integers, or None (0..S-1, one document per sequence)
+    sizes                     number of rows on each rank, in rank order; () if tokens are not split
+    rotary, mask              tables computed from the above once by the model, not again in each layer
     dropout                   int64 [3] of (seed, step, first token of this batch), or None
-    routings                  takes what each router decided; or None
-    balance_group             the ranks over whose tokens routers balance; None: those that share the experts
+    routings                  collects the decisions of each router; or None
+    balance_group             routers balance over the tokens of these ranks; None: those that share the experts
     """
 
     batch: int
@@ -63,26 +63,26 @@ class TokenLayout:
 
     @property
     def tokens(self) -> int:
-        """T, of all ranks together."""
+        """T, the number of tokens on all ranks together."""
         return self.batch * self.length
 
     @property
     def is_split(self) -> bool:
-        """Whether each of several ranks holds some of the rows."""
+        """Whether rows are split over several ranks."""
         return len(self.sizes) > 1
 
     @property
     def start(self) -> int:
-        """The first of this rank's rows among all T."""
+        """The index of this rank's first row among all T."""
         return sum(self.sizes[: self.rank])
 
     @property
     def rows(self) -> int:
-        """T_r, this rank's rows."""
+        """T_r, the number of this rank's rows."""
         return self.sizes[self.rank] if self.sizes else self.tokens
 
     def take(self, x: Tensor) -> Tensor:
-        """This rank's rows of x [T, ...]; x itself where tokens are not split."""
+        """This rank's rows of x [T, ...]; x itself if tokens are not split."""
         return x[self.start : self.start + self.rows] if self.is_split else x
 
     def with_(self, **changes: Any) -> TokenLayout:

@@ -1,6 +1,6 @@
-"""Linear layers whose weights are cast to the activations' dtype at use.
+"""Linear layers that cast their weights to the activations' dtype on use.
 
-fp32 parameters with bf16 activations then compute in bf16, and the optimizer still updates fp32.
+With fp32 parameters and bf16 activations they compute in bf16, while the optimizer still updates fp32.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Linear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """A usable start; `init_` is what gives the same model at any world size."""
+        """A usable initialization; `init_` gives the same model at any world size."""
         nn.init.normal_(self.weight, std=0.02)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -57,7 +57,7 @@ class Linear(nn.Module):
         return self.alone(x)
 
     def alone(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N], of x's dtype, where no ranks share the layer."""
+        """x [..., K] -> [..., N] in x's dtype, for a layer that is not parallel."""
         return linears(x, [self.weight], [self.bias])[0]
 
     def extra_repr(self) -> str:
@@ -65,10 +65,10 @@ class Linear(nn.Module):
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """F.linear of one x [..., K] by several weights [N_i, K], which are cast to x.dtype: [..., N_i] each.
+    """F.linear of one x [..., K] with several weights [N_i, K], which are cast to x.dtype: [..., N_i] each.
 
-    16-bit x on an NVIDIA GPU, and on a CPU without 16-bit instructions, is one node of the graph: without double
-    backward, and backward through one of the outputs frees what the others need, unless it retains the graph.
+    For 16-bit x on an NVIDIA GPU, or on a CPU without 16-bit instructions, this is one autograd node: it does not
+    support double backward, and a backward through one output frees what the others need, unless it retains the graph.
     """
     if _takes_one_node(x, weights):
         return _in_one_node(x, weights, biases)
@@ -78,7 +78,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 
 
 def _in_one_node(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    if x.dim() == 2:  # no views: a pipeline's stage may end here, and torch detaches its output in place
+    if x.dim() == 2:  # avoid views: a pipeline stage may end here, and torch detaches its output in place
         found: tuple[Tensor, ...] = _Linears.apply(x, len(weights), *weights, *biases)
         return found
     ys = _Linears.apply(x.reshape(-1, x.shape[-1]), len(weights), *weights, *biases)
@@ -86,7 +86,7 @@ def _in_one_node(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
 
 
 def _takes_one_node(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether _Linears serves these, and is faster than torch: eager, plain tensors, no transform of torch.func, no
+    """Whether _Linears supports these and is faster than torch: eager mode, plain tensors, no torch.func transform, no
     autocast to another dtype.
     """
     return (
@@ -106,9 +106,10 @@ PLAIN = (Tensor, nn.Parameter)
 class _Linears(torch.autograd.Function):
     """x [T, K], W weights [N_i, K] and W biases [N_i] or None -> y_i [T, N_i].
 
-    The matmuls that make the gradients of x also add them up, and gradients of fp32 weights are made in fp32. torch's
-    own nodes, one a layer, add in passes of their own, and round to 16 bits what they then convert.
-    On a CPU without 16-bit instructions it is ten times faster, see Note [16-bit matmuls on CPU] in ops/matmul.py.
+    The matmuls for the gradient of x also accumulate it, and gradients of fp32 weights are computed in fp32. torch's
+    own nodes, one per layer, accumulate in separate passes, and round weight gradients to 16 bits before converting
+    them. On a CPU without 16-bit instructions this is ten times faster, see Note [16-bit matmuls on CPU] in
+    ops/matmul.py.
     """
 
     @staticmethod
@@ -144,7 +145,7 @@ class _Linears(torch.autograd.Function):
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a call runs the forward of a Linear, as one of fp8 has it too, and nothing else."""
+    """Whether a call runs only the forward of Linear, which FP8Linear has too, and nothing else."""
     return type(module).forward is Linear.forward and is_called_plainly(module)
 
 
@@ -154,12 +155,12 @@ def project(
     layout: TokenLayout | None = None,
     gathering: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, ...]:
-    """All linears on the same x; when they are parallel, x is gathered once for all of them, unless one of them has
-    hooks or a forward of its own: then each is called by itself.
+    """All linears on the same x. If they are parallel, x is gathered once for all of them, unless one of them has
+    hooks or its own forward: then each is called separately.
 
     x          [T_r, K]
-    gathering  the operation that does it where x is gathered, in place of all_gather_matmul
-    return     one [T, N_i] for each linear (N_i: this rank's columns), or what `gathering` returns
+    gathering  if x is gathered, the operation to use instead of all_gather_matmul
+    return     one [T, N_i] per linear (N_i: this rank's columns), or what `gathering` returns
     """
     parallel = parallel_of(modules[0])
     plain = all(map(_is_plain, modules))

@@ -1,4 +1,4 @@
-"""The output head and its cross-entropy in one: logits are made, used and dropped a piece of rows at a time.
+"""The LM head fused with its cross-entropy: logits are computed, used and dropped for one piece of rows at a time.
 
     every rank   gather x [T, K], once
     each piece   logits = x[rows] @ w.T, at most `max_logits_bytes` of them
@@ -6,26 +6,26 @@
                  g = softmax - onehot, in place of the logits;  dx[rows] = g @ w;  dw += g.T @ x[rows]
     every rank   dx [T_r, K] = reduce-scatter
 
-Since the loss is a sum over tokens, its gradients need nothing of what comes later: they are made in the forward, from
-logits that are there, and the backward only multiplies them by its scalar. So no logit is computed twice, and memory
-is one piece of logits, x, dx and dw: independent of T times V; see Note [Memory of the loss].
+Since the loss is a sum over tokens, the gradients of a piece do not depend on later pieces: the forward computes them
+from the logits at hand, and the backward only multiplies them by its scalar. So no logit is computed twice, and memory
+is one piece of logits, x, dx and dw, independent of T times V; see Note [Memory of the loss].
 
 Note [Memory of the loss]
-In bytes, beside x, weight and labels, with e of an element of x and a = max(4, e) of one of a sum:
+In bytes, in addition to x, weight and labels; e is the size of an element of x, a = max(4, e) that of a sum:
 
     forward    max(max_logits_bytes, V_r e)     logits, later their gradient; never more than T V_r e
                T K e                            x of all ranks, if it is sharded
-               T K e                            dx of all rows, if x wants a gradient
-               V_r K a                          dweight, if weight wants one: main_grad is added to at the end only
-               a few numbers a row of a piece; on a CPU also its chunks, see loss.py
+               T K e                            dx of all rows, if x needs a gradient
+               V_r K a                          dweight, if weight needs one: it is added to main_grad only at the end
+               a few numbers per row of a piece; on a CPU also its chunks, see loss.py
     backward   dx, dweight, and their products with the loss's gradient: T_r K e, and V_r K e unless into a main_grad
 
 A bias adds V_r a, and on a CPU an fp32 copy of a 16-bit piece, from which its gradient is summed. A CPU without 16-bit
-instructions (Note [16-bit matmuls on CPU] in ops/matmul.py) also holds the weight in fp32 and 512 rows of logits; one
-with them a copy of a 16-bit piece where 32 does not divide V_r (Note [Steps of K on CPU] there).
+instructions (Note [16-bit matmuls on CPU] in ops/matmul.py) also holds the weight in fp32 and 512 rows of logits; a CPU
+with them also a copy of a 16-bit piece if V_r is not a multiple of 32 (Note [Steps of K on CPU] there).
 
-A piece reads and writes dweight once: on an H200 as long as the three matmuls of 230 rows take. That is why a GPU's
-pieces are larger: 1024 rows of a vocabulary of 128 Ki.
+A piece reads and writes dweight once: on an H200 that takes as long as the three matmuls of 230 rows. Therefore pieces
+are larger on a GPU: 1024 rows for a vocabulary of 128 Ki.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CPU_LOGITS_BYTES, GPU_LOGITS_BYTES = 1 << 26, 1 << 28
 
 
 class _Call(NamedTuple):
-    """What is no tensor. `rows`: whose rows x holds a part of; None: x is whole. `grad`: whether autograd is on."""
+    """The non-tensor arguments. `rows`: how x is split over ranks; None: x is whole. `grad`: whether autograd is on."""
 
     comm: Any
     rows: Rows | None
@@ -86,17 +86,19 @@ def linear_cross_entropy(
     x            [T, K]     all rows; with `sizes` [T_r, K], this rank's
     weight       [V_r, K]   this rank's part of the vocabulary (torch.chunk's split of V); V without a group
     labels       [T]        integers in [0, V), the same on all ranks
-    group        None: V_r = V; else what communicator() takes
+    group        None: V_r = V; else anything communicator() accepts
     bias         [V_r]
-    sizes        every rank's rows where x is sharded; its gradient then is too, else it is this rank's part of a sum
+    sizes        number of rows on each rank, if x is sharded; its gradient is then sharded too, otherwise it is a
+                 partial sum
     vocab_size   V; None asks the other ranks
-    num_labels   what the sum of losses is divided by; None counts the labels here (at least 1)
-    max_logits_bytes   of one piece; the same on all ranks; None: 64 MiB, 256 MiB on a GPU. At least one row is taken
+    num_labels   divisor of the sum of losses; None counts the labels here (at least 1)
+    max_logits_bytes   size of one piece; the same on all ranks; None: 64 MiB, 256 MiB on a GPU. A piece has at least
+                 one row
     return       scalar, fp32 (fp64 for fp64 x), the same on all ranks. Double backward raises.
-    memory       a piece, dx, dweight and, where it is sharded, all of x: in bytes in Note [Memory of the loss]
+    memory       a piece, dx, dweight and, if it is sharded, all of x: in bytes in Note [Memory of the loss]
     Raises ValueError for shapes or dtypes that do not fit, IndexError (on CPU) for a label outside the vocabulary.
-    Source: the loss of Shoeybi et al. 2019, section 3, by pieces with the gradients
-    made in the forward as in Hsu et al. 2024, "Liger Kernel" (fused linear cross-entropy).
+    Source: the loss of Shoeybi et al. 2019, section 3, computed in pieces with the gradients
+    in the forward as in Hsu et al. 2024, "Liger Kernel" (fused linear cross-entropy).
     """
     comm = None
     if group is not None:
@@ -112,7 +114,7 @@ def linear_cross_entropy(
         start, total, widest = 0, weight.shape[0], weight.shape[0]
         if comm is not None:
             start, total = place_in_vocabulary(comm, total, vocab_size, x.device)
-            widest = -(-total // comm.world_size)  # all ranks must cut alike
+            widest = -(-total // comm.world_size)  # all ranks must use the same pieces
         check_labels(labels, total, ignore_index)
         if max_logits_bytes is None:
             max_logits_bytes = CPU_LOGITS_BYTES if x.device.type == "cpu" else GPU_LOGITS_BYTES
@@ -145,7 +147,7 @@ def _check(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The sum of all tokens' losses."""
+    """The sum of the losses of all tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call) -> Tensor:
@@ -192,7 +194,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Gradients:
-    """Those of the sum of losses; of the parameters in fp32 at least, since they are summed over pieces."""
+    """Gradients of the sum of losses; for parameters in fp32 or wider, since they are summed over pieces."""
 
     def __init__(self, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> None:
         self._x, self._weight, dtype = x, weight, _wide(x.dtype)
@@ -211,7 +213,7 @@ class _Gradients:
 
 
 def _deliver_product(dw: Tensor, factor: Tensor, main_grad: Any, dtype: torch.dtype) -> Tensor | None:
-    """accumulate_grad(dw * factor, ...) without that product in fp32 in memory where it can be avoided."""
+    """accumulate_grad(dw * factor, ...), avoiding an fp32 copy of the product if possible."""
     if main_grad is None:
         return torch.mul(dw, factor, out=torch.empty_like(dw, dtype=dtype))
     if type(main_grad) is Tensor:

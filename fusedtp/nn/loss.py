@@ -1,7 +1,7 @@
-"""Cross-entropy of logits whose vocabulary is split over ranks; the logits are never gathered.
+"""Cross-entropy of logits with the vocabulary split over ranks; the logits are never gathered.
 
-A rank that holds columns [start, start + V_r) of the logits needs to know of the other columns only two
-numbers a token, so that one small all-gather does:
+A rank that holds columns [start, start + V_r) of the logits needs only two numbers per token from every other
+rank, so one small all-gather is enough:
 
     every rank   lse_r[t] = log sum_v exp(logits[t, v])    target_r[t] = logits[t, label] if here, else 0
     all-gather   [T, 2] in fp32 from every rank
@@ -9,9 +9,9 @@ numbers a token, so that one small all-gather does:
     backward     local: (exp(logits - lse) - onehot) * scale
 
 On a GPU each of the two passes over the logits is one kernel (ops/cross_entropy.py). Otherwise logits are read in
-chunks of rows that fit into a cache, upcast a chunk at a time. So 16-bit logits never stand in memory in fp32. An
-empty part of the vocabulary has lse_r = -inf and counts for nothing. The logits of an ignored label count for nothing
-either, be they infinite or nan: its gradient is zero, where plain torch has 0 * nan.
+chunks of rows that fit into a cache and are upcast one chunk at a time, so there is never a full fp32 copy of 16-bit
+logits. An empty part of the vocabulary has lse_r = -inf and contributes nothing. Neither do the logits of an ignored
+label, even if they are infinite or nan: its gradient is zero, while plain torch computes 0 * nan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fusedtp.ops.first_order import first_order
 
 from .balance import propagating_errors
 
-# Elements of a chunk: what stays in a core's cache; on a GPU, enough to fill it.
+# Elements of a chunk: on a CPU it fits into a core's cache; on a GPU it fills the device.
 CPU_CHUNK, GPU_CHUNK = 1 << 17, 1 << 26
 
 
@@ -45,14 +45,14 @@ def vocab_parallel_cross_entropy(
 
     logits       [T, V_r]   this rank's columns (torch.chunk's split of V; may be none), any float dtype
     labels       [T]        integers in [0, V), the same on all ranks
-    group        None: V_r = V; else what communicator() takes
+    group        None: V_r = V; else anything communicator() accepts
     vocab_size   V; None asks the other ranks, which costs one more small all-gather
-    num_labels   what the sum of losses is divided by; None counts the labels here (at least 1, so that a
+    num_labels   divisor of the sum of losses; None counts the labels here (at least 1, so that a
                  batch without labels has loss 0)
     return       scalar, fp32 (fp64 for fp64 logits), the same on all ranks
     forward: one all-gather of [T, 2]; backward: local.
-    Raises ValueError for shapes or dtypes that do not fit, IndexError (on CPU) for a label outside the vocabulary; the
-    peers of a rank that raises know (CPU). Source: Shoeybi et al. 2019, section 3.
+    Raises ValueError for shapes or dtypes that do not fit, IndexError (on CPU) for a label outside the vocabulary; if
+    one rank raises, its peers do too (CPU). Source: Shoeybi et al. 2019, section 3.
     """
     with propagating_errors(group):
         if logits.dim() != 2 or labels.shape != logits.shape[:1]:
@@ -70,7 +70,7 @@ def vocab_parallel_cross_entropy(
 def vocab_parallel_losses(
     logits: Tensor, labels: Tensor, group: Any, ignore_index: int = -100, *, vocab_size: int | None = None
 ) -> Tensor:
-    """The cross-entropy of every token [T], 0 where it is ignored; arguments as above."""
+    """The cross-entropy of every token [T], 0 if it is ignored; arguments as above."""
     labels = labels.to(device=logits.device, dtype=torch.int64)
     comm, start, total = None, 0, logits.shape[1]
     if group is not None:
@@ -84,7 +84,7 @@ def vocab_parallel_losses(
 
 
 def place_in_vocabulary(comm: Any, here: int, vocab_size: int | None, device: torch.device) -> tuple[int, int]:
-    """First column of the `here` that this rank holds, and V."""
+    """The first of the `here` columns that this rank holds, and V."""
     world_size = comm.world_size
     if vocab_size is None:
         mine = torch.full((1, 1), here, dtype=torch.float64, device=device)
@@ -109,7 +109,7 @@ def gathered_stats(comm: Any, x: Tensor) -> Tensor:
 
 
 def check_kinds(x: Tensor, labels: Tensor) -> None:
-    """Raises ValueError for logits, or what they are made of, that are no floats, and labels that are no integers."""
+    """Raises ValueError if logits (or their inputs) are not floating-point, or labels are not integers."""
     if not x.is_floating_point() or labels.is_floating_point() or labels.is_complex():
         raise ValueError(f"wanted logits of floats and labels of integers, got {x.dtype}, {labels.dtype}")
 
@@ -124,7 +124,7 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Loss of every token [T] (0 where ignored); the gradient of the logits is made in backward only."""
+    """Loss of every token [T] (0 if ignored); the gradient of the logits is computed in backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, ignore_index: int, comm: Any) -> Tensor:
@@ -142,7 +142,7 @@ class _CrossEntropy(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels, own, lse = ctx.saved_tensors
-        # a DTensor where a sum over split parameters has been added to the loss
+        # dloss is a DTensor if a sum over split parameters was added to the loss
         dloss = dloss.full_tensor() if hasattr(dloss, "full_tensor") else dloss
         scale = dloss.masked_fill(labels == ctx.ignore_index, 0.0)
         return local_gradient(logits, labels, ctx.start, own, lse, scale), None, None, None, None
@@ -156,14 +156,14 @@ def _row_chunks(logits: Tensor) -> Iterator[slice]:
 
 
 def _is_here(labels: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Whether each label is one of these columns, and which (0 where it is not)."""
+    """Whether each label is among these columns, and its column (0 if it is not)."""
     column = labels - start
     here = (column >= 0) & (column < width)
     return here, column.where(here, 0)
 
 
 def local_stats(logits: Tensor, labels: Tensor, start: int) -> Tensor:
-    """What one part of the vocabulary knows: [T, 2] of (log-sum-exp, target logit or 0)."""
+    """Statistics of one part of the vocabulary: [T, 2] of (log-sum-exp, target logit or 0)."""
     if cross_entropy.serves(logits):
         return cross_entropy.stats(logits, labels, start)
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -179,7 +179,7 @@ def local_stats(logits: Tensor, labels: Tensor, start: int) -> Tensor:
 
 
 def _log_sum_exp(x: Tensor) -> Tensor:
-    """torch.logsumexp of rows; log_softmax goes over them fewer times on a CPU."""
+    """torch.logsumexp of rows; on a CPU log_softmax needs fewer passes over them."""
     most = x.amax(1)
     return most.where(most.isinf(), most - torch.log_softmax(x, 1).amax(1))
 
@@ -187,7 +187,7 @@ def _log_sum_exp(x: Tensor) -> Tensor:
 def combine_stats(stats: Tensor) -> tuple[Tensor, Tensor]:
     """[W, T, 2] of all parts -> lse [T] and target logit [T] of the whole vocabulary."""
     lse = torch.logsumexp(stats[..., 0], dim=0) if stats.shape[0] > 1 else stats[0, :, 0]
-    # An infinite logit makes log_softmax inf - inf: nan, as plain torch has it.
+    # With an infinite logit log_softmax is inf - inf = nan, as in plain torch.
     return lse.masked_fill(lse == torch.inf, torch.nan), stats[..., 1].sum(0)
 
 
@@ -201,10 +201,10 @@ def local_gradient(
     *,
     inplace: bool = False,
 ) -> Tensor:
-    """(exp(logits - lse) - onehot) * scale for one part of the vocabulary, in logits' dtype; zero where scale is.
+    """(exp(logits - lse) - onehot) * scale for one part of the vocabulary, in the logits' dtype; zero if scale is zero.
 
-    own       [T]  log-sum-exp of this part, lse that of all
-    inplace   in the memory of the logits, whose rows must be contiguous
+    own       [T]  log-sum-exp of this part; lse is that of the whole vocabulary
+    inplace   write into the memory of the logits, whose rows must be contiguous
     """
     if cross_entropy.serves(logits):
         return cross_entropy.gradient(logits, labels, start, lse, scale, inplace=inplace)
@@ -213,10 +213,10 @@ def local_gradient(
         return gradient
     here, column = _is_here(labels, start, logits.shape[1])
     at_label, ignored = -scale.masked_fill(~here, 0.0), scale == 0
-    share = scale * torch.exp(own - lse)  # of all probability, that of this part
-    by_softmax = not ignored.is_cuda and bool(own.isfinite().all())  # no part of minus infinities: 0 / 0
+    share = scale * torch.exp(own - lse)  # scale times the probability mass of this part
+    by_softmax = not ignored.is_cuda and bool(own.isfinite().all())  # softmax of minus infinities would be 0 / 0
     for rows in _row_chunks(logits):
-        none = not ignored.is_cuda and not ignored[rows].any()  # a model's last token has no label
+        none = not ignored.is_cuda and not ignored[rows].any()  # most chunks: often only last tokens lack a label
         part = logits[rows]
         into = gradient[rows] if part.dtype == lse.dtype and not inplace else None
         if by_softmax:

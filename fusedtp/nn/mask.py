@@ -1,7 +1,7 @@
-"""Which keys a query may see: causal order, a sliding window, document boundaries.
+"""Attention masks, which keys a query may see: causal order, a sliding window, document boundaries.
 
-The cheapest form that says it is chosen: nothing, SDPA's `is_causal`, a dense boolean mask, or on a GPU
-flex attention's block mask, which skips the blocks that are masked altogether.
+The cheapest sufficient form is used: no mask, SDPA's `is_causal`, a dense boolean mask, or on a GPU
+flex attention's block mask, which skips fully masked blocks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from .layout import TokenLayout
 
-# Below this length a dense mask is small, and compiling flex attention takes longer than it saves.
+# Below this length a dense mask is small, and compiling flex attention costs more time than it saves.
 FLEX_LENGTH = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """One of: all keys (everything left out), is_causal, dense, blocks.
+    """One of: all keys (no field set), is_causal, dense, blocks.
 
-    dense    bool [B or 1, 1, S, S], true where a query (row) sees a key (column)
+    dense    bool [B or 1, 1, S, S], true if a query (row) sees a key (column)
     blocks   flex attention's BlockMask
     """
 
@@ -42,9 +42,9 @@ def attention_mask(
 ) -> Mask:
     """The mask of a layout.
 
-    A query at place i of its sequence sees the key at place j of the same sequence if
+    A query at position i of its sequence sees the key at position j of the same sequence if
         is_causal: j <= i,    window: |i - j| < window,    documents: document_ids[i] == document_ids[j].
-    use_flex: None takes flex attention on a GPU where a mask is needed and sequences are long.
+    use_flex: None uses flex attention on a GPU if a mask is needed and sequences are long.
     """
     if window is not None and window >= layout.length:
         window = None
@@ -86,7 +86,7 @@ def _blocks(
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, grouped: bool) -> Tensor:
-    """Flex attention over [B, heads, S, D]: compiled on a GPU, its slow reference elsewhere."""
+    """Flex attention over [B, heads, S, D]: compiled on a GPU, the slow reference elsewhere."""
     from torch.nn.attention.flex_attention import flex_attention
 
     attention: Any = flex_attention

@@ -51,13 +51,13 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
         gathering = partial(all_gather_gated_matmul, act=self.hidden_act)
         hidden, *up = project(x, (self.gate_proj, self.up_proj), layout, gathering)
-        if up:  # where x is not gathered
+        if up:  # x was not gathered, so the fused operation did not run
             hidden = gated(hidden, up[0], self.hidden_act)
         return self.down_proj(hidden, layout)
 
 
 class MLP(GatedMLP):
-    """The gated feed-forward layer of a model's configuration."""
+    """The gated feed-forward layer, built from a model's configuration."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
 
 
 class _SiluMul(torch.autograd.Function):
-    """silu(gate) * up that keeps its two inputs only, and makes no temporary that it does not return."""
+    """silu(gate) * up that saves only its two inputs and allocates only what it returns."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

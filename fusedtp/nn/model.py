@@ -1,4 +1,4 @@
-"""A Llama-style causal language model of ordinary modules; `parallelize` makes the same class parallel.
+"""A Llama-style causal language model made of ordinary modules; `parallelize` makes the same class parallel.
 
     input_ids [B, S] -> embed_tokens -> [T_r, H] -> layers -> norm -> lm_head -> logits [T, V_r] -> loss
 
@@ -29,9 +29,9 @@ from .router import Routing
 
 
 class CausalLMOutput(NamedTuple):
-    """loss: scalar, the mean over labels. logits: [B, S, V_r], or [T_r, V] of an unplanned head.
+    """loss: scalar, the mean over labels. logits: [B, S, V_r], or [T_r, V] if the head is not in the plan.
 
-    routings: what each router decided for this rank's tokens, in the order of layers.
+    routings: each router's decisions for this rank's tokens, in layer order.
     """
 
     loss: Tensor | None = None
@@ -43,17 +43,17 @@ class CausalLM(nn.Module):
     """Embedding, blocks, norm and head.
 
     input_ids        [B, S]   integers in [0, vocab_size), the same on all ranks of a tensor-parallel group
-    labels           [B, S]   the token that follows each (already shifted), ignore_index where there is none
+    labels           [B, S]   the next token of each position (already shifted), ignore_index if there is none
     positions        [B, S]   for RoPE; default 0..S-1
-    document_ids     [B, S]   attention never crosses documents; default one a sequence
-    num_labels       what the sum of token losses is divided by: the count over all microbatches and data
-                     parallel ranks; default the count in `labels`
-    return_logits    also with labels; without labels logits are always returned
+    document_ids     [B, S]   attention never crosses documents; default one document per sequence
+    num_labels       divisor of the sum of token losses: the number of labels over all microbatches and data
+                     parallel ranks; default the number in `labels`
+    return_logits    return logits even with labels; without labels they are always returned
 
-    Set by parallelize: token_split (rank, world_size) splits tokens between layers, token_group is that group. Where
-    gradients are averaged over data parallel ranks, set balance_group (all ranks) and data_parallel (how many are
-    averaged): routers then balance the whole batch, and their losses count once. `pretrained` is set by
-    fusedtp.from_transformers: the configuration and the generation configuration that the model was read with.
+    parallelize sets token_split (rank, world_size), which splits tokens between layers, and token_group, their group.
+    If gradients are averaged over data parallel ranks, set balance_group (all ranks) and data_parallel (the number of
+    averaged ranks): routers then balance the whole batch, and their losses count once. fusedtp.from_transformers sets
+    `pretrained`: the configuration and the generation configuration that the model was loaded with.
     """
 
     def __init__(self, config: ModelConfig, *, device: torch.device | str | None = None) -> None:
@@ -77,7 +77,7 @@ class CausalLM(nn.Module):
 
     @property
     def tp_plan(self) -> dict[str, str]:
-        """Module name -> style, in transformers' vocabulary; `*` is any layer, where all have the same plan."""
+        """Module name -> style, in transformers' vocabulary; `*` matches any layer, if all have the same plan."""
         plans = [layer.tp_plan for layer in self.layers if isinstance(layer, TransformerBlock)]
         alike = all(plan == plans[0] for plan in plans)
         layers = {f"layers.{i}": plan for i, plan in enumerate(plans)} if not alike else {"layers.*": plans[0]}
@@ -86,23 +86,23 @@ class CausalLM(nn.Module):
         return {"embed_tokens": "embedding_rowwise", **between, "lm_head": "colwise"}
 
     def tie_weights(self) -> None:
-        """Make the head's weight the embedding's, where the configuration says so."""
+        """Tie the head's weight to the embedding's, if the configuration says so."""
         if self.config.tie_word_embeddings and self.lm_head is not None:  # a pipeline stage may have none
             self.lm_head.weight = self.embed_tokens.weight
 
     def _apply(self, *args: Any, **kwargs: Any) -> CausalLM:
-        super()._apply(*args, **kwargs)  # to(), to_empty(), ...: make two parameters of a shared one
+        super()._apply(*args, **kwargs)  # to(), to_empty(), ... split a shared parameter in two
         self.tie_weights()
         return self
 
     def set_dropout(self, seed: int, step: int, first_token: int = 0) -> None:
-        """The state of the next forward's dropout; see dropout.py. Needed where any dropout is on."""
+        """Set the dropout state of the next forward, see dropout.py. Required if any dropout is on."""
         self._dropout = dropout_state(seed, step, first_token)
 
     def layout(
         self, input_ids: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
     ) -> TokenLayout:
-        """The tokens of a batch and their split over ranks, with what all layers share computed once."""
+        """The tokens of a batch and their split over ranks; tables shared by all layers are computed once."""
         batch, length = input_ids.shape
         rank, world_size = self.token_split
         sizes: tuple[int, ...] = ()
@@ -158,7 +158,7 @@ class CausalLM(nn.Module):
         return self.embedding_dropout(x, layout)
 
     def through(self, layers: Iterable[nn.Module], x: Tensor, layout: TokenLayout) -> Tensor:
-        """Some of the layers, one after the other; [T_r, H]."""
+        """Run x [T_r, H] through some of the layers in order -> [T_r, H]."""
         layers = list(layers)
         with all_opened(layers):
             for layer in layers:
@@ -173,7 +173,7 @@ class CausalLM(nn.Module):
         num_labels: int | float | Tensor | None = None,
         ignore_index: int = -100,
     ) -> Tensor:
-        """The loss, routers' losses included, of hidden states [T_r, H] and labels [B, S]; see forward."""
+        """The loss of hidden states [T_r, H] and labels [B, S], including routers' losses; see forward."""
         flat = labels.reshape(-1)
         if self._takes_pieces(layout):
             whole = self.loss_by_pieces(hidden, flat, layout, num_labels, ignore_index)
@@ -184,7 +184,7 @@ class CausalLM(nn.Module):
         return whole if routers is None else whole + routers.to(whole.dtype)
 
     def compute_logits(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
-        """[T_r, H] -> [T, V_r] of a vocab-parallel head, else [T_r, V]."""
+        """[T_r, H] -> [T, V_r] with a vocab-parallel head, else [T_r, V]."""
         logits: Tensor = self.lm_head(hidden, layout)
         return logits
 
@@ -224,16 +224,16 @@ class CausalLM(nn.Module):
         num_labels: int | float | Tensor | None = None,
         ignore_index: int = -100,
     ) -> Tensor | None:
-        """The routers' losses of the layers that `layout` has gone through, fp64; None of none.
+        """The sum of the routers' losses recorded in `layout`, fp64; None if there are none.
 
-        Of a microbatch its share, by labels [B, S] of all ranks that balance together, so that a step has one mean of
-        them: a rank with few labels has as many tokens to route as the others. Collective over balance_group.
+        A microbatch is weighted by its share of the labels [B, S] of all ranks that balance together, so that a step
+        has one mean: a rank with few labels routes as many tokens as the others. Collective over balance_group.
         """
         found = [value for routing in _routings(layout) for value in routing.losses.values()]
         if not found:
             return None
         total = torch.stack([value.double() for value in found]).sum()
-        # A rank's gradient is its tokens' part of a loss that is of all ranks: a mean of them would be too small.
+        # The loss is over all ranks, a rank's gradient only over its tokens: averaging gradients would be too small.
         total = total.detach() + (total - total.detach()) * self.data_parallel
         if num_labels is not None:
             own = (labels != ignore_index).sum(dtype=total.dtype)
@@ -241,16 +241,16 @@ class CausalLM(nn.Module):
         return total
 
     def _takes_pieces(self, layout: TokenLayout) -> bool:
-        """Whether this rank's logits would be too large and the head can do without them; the same on all ranks.
+        """Whether this rank's logits would be too large and the head can avoid them; the same on all ranks.
 
-        A head with hooks (such as FSDP2's, which gather its weight) is called as a module.
+        A head with hooks (such as FSDP2's, which gather its weight) must be called as a module.
         """
         head, config = self.lm_head.parallel, self.config
         if torch.compiler.is_compiling() or self.lm_head._forward_pre_hooks or self.lm_head._forward_hooks:
             return False
         if head is None:
             if self.token_split[1] > 1:
-                return False  # a whole head on every rank, each for its own rows
+                return False  # every rank has the whole head and applies it to its own rows
             columns = config.vocab_size
         elif hasattr(head, "cross_entropy") and not head.gather_output:
             columns = -(-config.vocab_size // head.world_size)
@@ -266,7 +266,7 @@ class CausalLM(nn.Module):
         num_labels: int | float | Tensor | None = None,
         ignore_index: int = -100,
     ) -> Tensor:
-        """compute_loss of compute_logits, with never more than `max_logits_bytes` of logits."""
+        """compute_loss of compute_logits, with at most `max_logits_bytes` of logits at a time."""
         head = self.lm_head
         options: dict[str, Any] = dict(
             num_labels=num_labels, ignore_index=ignore_index, vocab_size=self.config.vocab_size,
@@ -279,7 +279,7 @@ class CausalLM(nn.Module):
         return linear_cross_entropy(hidden, head.weight.to(hidden.dtype), labels, bias=bias, **options)
 
     def num_parameters(self) -> int:
-        """Of the whole model; a shared parameter counts once."""
+        """Number of parameters of the whole model; a shared parameter counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 

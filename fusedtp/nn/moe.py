@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of an MLP."""
+"""A mixture of experts (MoE) that replaces an MLP."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ class MoE(nn.Module):
     """y = sum over each token's top_k experts of weight * expert(x), plus the shared expert's output.
 
         x        [T_r, H]
-        layout   needed by some of the router's options; its `routings` takes what the router decided
+        layout   needed by some of the router's options; the router's decisions are appended to its `routings`
         return   [T_r, H]
 
     dim, hidden            H, and the width of each expert
-    num_experts, top_k     how many there are, how many a token goes to
-    shared                 width of an MLP that all tokens go through too; 0: none (DeepSeekMoE, Dai et al. 2024)
-    split_shared           whether ranks split it as any MLP; else each holds it whole, for its own tokens, and on a GPU
-                           it runs while rows travel
+    num_experts, top_k     number of experts, and of experts per token
+    shared                 width of a shared MLP for all tokens; 0: none (DeepSeekMoE, Dai et al. 2024)
+    split_shared           True: ranks split the shared MLP as any MLP; False: each rank holds it whole and applies it
+                           to its own tokens, on a GPU while rows travel
     gated, act             of the experts, see Experts
-    capacity, drop         how much more than its even share an expert takes, and which choices it refuses beyond
-                           ("position" or "probability", see capacity.py); None: it takes all. A token whose choices
-                           are all refused keeps only what goes around this layer
+    capacity, drop         capacity factor of an expert relative to its even share, and which choices it drops beyond
+                           ("position" or "probability", see capacity.py); None: no limit. If all choices of a token
+                           are dropped, only the residual connection remains
     max_rows, recv_capacity, on_overflow, comm_dtype
-                           how many rows a rank's experts receive, what more rows do, and how rows travel; see Experts
+                           the number of rows a rank's experts receive, what happens to more rows, and in which form
+                           rows travel; see Experts
     options                of the Router: score, normalize, balance_loss, ...
 
-    The router's losses are not in y: whoever makes the loss adds those of `layout.routings`, as CausalLM does.
-    Source: Shazeer et al. 2017; Fedus et al. 2021, "Switch Transformers".
+    y does not include the router's losses: the code that computes the loss must add those of `layout.routings`, as
+    CausalLM does. Source: Shazeer et al. 2017; Fedus et al. 2021, "Switch Transformers".
     """
 
     tp_plan = {"experts": "experts"}
@@ -109,7 +110,7 @@ class MoE(nn.Module):
         return y
 
     def _bounded(self, routing: Routing, layout: TokenLayout | None, group: Group | None) -> Routing:
-        """What the experts' capacity leaves of the choices."""
+        """The routing after dropping choices beyond the experts' capacity."""
         assert self.capacity is not None
         sizes = None
         if group is not None and layout is not None and layout.sizes:

@@ -1,4 +1,4 @@
-"""The mixture of experts of a causal language model's layers."""
+"""The MoE configuration of a causal language model's layers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """In the place of a layer's MLP; what is not named here is as in `MoE` and `Router`.
+    """Replaces a layer's MLP by an MoE; fields not listed here are documented in `MoE` and `Router`.
 
     hidden         width of each expert
     shared         width of the shared expert, 0 for none
-    split_shared   whether ranks split it; see MoE
-    first_dense    layers that keep their MLP: the first so many
+    split_shared   whether ranks split the shared expert; see MoE
+    first_dense    number of first layers that keep their MLP
     """
 
     num_experts: int = 8
@@ -44,7 +44,7 @@ class MoEConfig:
     z_loss: float = 0.0
 
     def faults(self) -> list[str]:
-        """Everything that is wrong, in words."""
+        """Descriptions of everything that is wrong."""
         from .experts import exchange_faults
         from .router import Router
 
@@ -66,7 +66,7 @@ class MoEConfig:
 
     @property
     def exchange(self) -> dict[str, Any]:
-        """The Experts' options of how rows travel."""
+        """The options of Experts for the exchange of rows."""
         return {name: getattr(self, name) for name in ("max_rows", "recv_capacity", "on_overflow", "comm_dtype")}
 
     @property

@@ -1,4 +1,4 @@
-"""RMSNorm, computed in fp32 whatever the activations' dtype."""
+"""RMSNorm, computed in fp32 for any dtype of activations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
-        """The identity but for the normalisation."""
+        """Weights of one: only the normalization."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The formula of RMSNorm: our kernel on GPUs; eager torch on CPU has none, so that one is spelled out."""
+    """RMSNorm as a function: our kernel on GPUs; eager torch has no fused one on CPU, so _RMSNorm is used there."""
     if pointwise.serves(x, weight):
         return pointwise.rms_norm(x, weight, eps)
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -59,14 +59,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_of(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """(norm(x), x), neither to be changed in place: x once more, so that one kernel makes the gradient of both uses."""
+    """(norm(x), x); do not change them in place. With x returned too, one kernel computes the gradient of both uses."""
     if _by_kernel(norm, x):
         return pointwise.rms_norm_and_input(x, read(norm, "weight"), norm.eps)
     return norm(x), x
 
 
 def add_norm(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """(norm(h), h) with h = residual + x; on a GPU one kernel, unless the norm is another or has hooks."""
+    """(norm(h), h) with h = residual + x; one kernel on a GPU, unless the norm is another class or has hooks."""
     if _by_kernel(norm, x, residual):
         return pointwise.add_rms_norm(x, residual, read(norm, "weight"), norm.eps)
     h = residual + x
@@ -84,7 +84,7 @@ def _widened(x: Tensor) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm of [T, H] in few passes over memory; both sums of the backward are matrix-vector products.
+    """RMSNorm of [T, H] with few passes over memory; both sums of the backward are matrix-vector products.
 
     With r = 1 / sqrt(mean(x^2) + eps) and p = dy * x:
         dweight = r @ p,   dx = dy * weight * r - x * r^3 * (p @ weight) / H

@@ -1,16 +1,16 @@
-"""Activation checkpointing of blocks: what of a forward pass is kept for backward, and what is computed again there.
+"""Activation checkpointing of blocks: what a forward pass saves for backward, and what backward recomputes.
 
-    full        a block's input; backward runs the block again, its communication too
-    selective   the results of matmuls, of attention and of all that communicates; norms, activations and the like are
-                computed again (Korthikanti et al. 2022, Reducing Activation Recomputation, section 5, keep by cost too)
+    full        saves a block's input; backward runs the block again, including its communication
+    selective   saves the results of matmuls, attention and all communication; norms, activations and the like are
+                recomputed (Korthikanti et al. 2022, Reducing Activation Recomputation, section 5, also select by cost)
 
-Either gives the same gradients to the last bit, since the same operations run on the same numbers.
+Both give bitwise the same gradients, since the same operations run on the same numbers.
 
 Note [Backward in two passes]
 Zero-bubble schedules call autograd several times for one forward: once for the gradients of a stage's inputs, later for
-those of its weights. torch's checkpoint computes again in each of these calls, communication included (torchtitan issue
-3584), and selective checkpointing allows one call only. `_Once` computes again in the first call and keeps the result
-until the graph goes, after the last.
+those of its weights. torch's checkpoint recomputes in each of these calls, including communication (torchtitan issue
+3584), and selective checkpointing allows only one call. `_Once` recomputes in the first call and keeps the result until
+the graph is freed after the last one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _COSTLY = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scale
 
 
 def recompute_(blocks: Iterable[nn.Module], kind: Recompute = "full", two_passes: bool = False) -> None:
-    """Let these modules keep less for backward, in place. Before FSDP2 shards them; compile their forward before this.
+    """Checkpoint these modules in place. Call it before FSDP2 shards them, and after compiling their forward.
 
-    two_passes   backward comes in two, as zero-bubble schedules run it; see Note [Backward in two passes]
+    two_passes   backward runs in two passes, as in zero-bubble schedules; see Note [Backward in two passes]
     Raises ValueError for another kind.
     """
     if kind not in ("full", "selective"):
@@ -43,7 +43,7 @@ def recompute_(blocks: Iterable[nn.Module], kind: Recompute = "full", two_passes
 
 
 class _Recomputed:
-    """A block's forward under checkpoint. An object, so that a copy of the block has one with its own parameters."""
+    """A block's forward under checkpoint. It is an object, so that a copied block gets one with its own parameters."""
 
     def __init__(self, forward: Callable[..., Any], kind: Recompute, two_passes: bool) -> None:
         self.forward, self.kind, self.two_passes = forward, kind, two_passes
@@ -60,7 +60,7 @@ class _Recomputed:
 
 
 class _Once:
-    """One forward whose saved tensors are dropped, computed again when backward asks for the first, and then kept."""
+    """One forward with its saved tensors dropped; they are recomputed when backward needs the first, and then kept."""
 
     def __init__(
         self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], kind: Recompute
@@ -109,7 +109,7 @@ def _selective() -> Any:
 
 
 def _keeps(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Whether the result of a call is kept."""
+    """Whether to save the result of a call."""
     space, _, name = op.name().partition("::") if hasattr(op, "namespace") else ("", "", op.name())
     name = name.partition(".")[0]
     costly = space == "fusedtp" or name in _COSTLY or "attention" in name

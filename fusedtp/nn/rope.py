@@ -1,7 +1,7 @@
 """Rotary position embeddings, half-split as in Llama: feature i is rotated against feature i + D/2.
 
-Inverse frequencies come from the configuration every time (D/2 numbers), never from a buffer: a model made
-on the meta device has none to restore, and its state dict has none either.
+Inverse frequencies (D/2 numbers) are computed from the configuration every time and never stored in a buffer: so a
+model made on the meta device has no buffer to restore, and there is none in its state dict.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .layout import TokenLayout
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How positions beyond the trained context are squeezed in; names as in Hugging Face's rope_scaling.
+    """Scaling of positions beyond the trained context; names as in Hugging Face's rope_scaling.
 
     linear    all frequencies / factor                                   (Chen et al. 2023)
-    llama3    low frequencies / factor, a ramp between, high ones kept   (Llama 3.1)
-    yarn      the same idea, a ramp over feature index, and cos, sin * attention_factor  (Peng et al. 2023)
+    llama3    low frequencies / factor, high ones kept, a ramp between   (Llama 3.1)
+    yarn      similar, with a ramp over feature index, and cos, sin * attention_factor  (Peng et al. 2023)
     """
 
     rope_type: Literal["linear", "llama3", "yarn"] = "linear"
@@ -38,7 +38,7 @@ class RopeScaling:
     attention_factor: float | None = None  # yarn; None: 0.1 ln(factor) + 1
 
     def faults(self) -> list[str]:
-        """Everything that is wrong, in words."""
+        """Descriptions of everything that is wrong."""
         found = []
         if self.rope_type not in ("linear", "llama3", "yarn"):
             found.append(f"rope_type is {self.rope_type!r}, must be linear, llama3 or yarn")
@@ -63,7 +63,7 @@ def inverse_frequencies(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, float]:
-    """[D/2] angles per position, and the factor that cos and sin are multiplied by."""
+    """[D/2] angles per position, and the factor to multiply cos and sin with."""
     exponents = torch.arange(0, head_dim, 2, dtype=dtype, device=device) / head_dim
     plain = 1.0 / theta**exponents
     if scaling is None:
@@ -84,7 +84,7 @@ def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Keep features that turn more than beta_fast times in the trained context, divide the slow ones."""
+    """Keep features that turn more than beta_fast times within the trained context, divide the slow ones by factor."""
 
     def feature(turns: float) -> float:
         context = scaling.original_max_position_embeddings
@@ -110,7 +110,7 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of every token's angles.
 
-    return   two [B or 1, S, 1, D/2]   fp32 (fp64 for fp64 models); 1 where all sequences have 0..S-1
+    return   two [B or 1, S, 1, D/2]   fp32 (fp64 for fp64 models); 1 if all sequences have positions 0..S-1
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     frequencies, factor = inverse_frequencies(head_dim, theta, scaling, device, wide)
@@ -123,7 +123,7 @@ def rotary_tables(
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation without temporaries; its backward is the rotation the other way."""
+    """The rotation without temporaries; its backward is the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: int) ->
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B, S, heads, D] by tables [B or 1, S, 1, D/2]; 16-bit x is rotated in fp32, rounded once."""
+    """Rotate x [B, S, heads, D] by tables [B or 1, S, 1, D/2]; 16-bit x is rotated in fp32 and rounded once."""
     if x.dtype != cos.dtype:
         return rotate(x.to(cos.dtype), cos, sin).to(x.dtype)
     if torch.compiler.is_compiling():
@@ -156,7 +156,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys rotated by the same tables, on a GPU in one launch."""
+    """Rotate queries and keys by the same tables; one launch on a GPU."""
     if cos.dtype == torch.float32 and pointwise.serves(q, k, cos, sin):
         return pointwise.rotate_pair(q, k, cos, sin)
     return rotate(q, cos, sin), rotate(k, cos, sin)

@@ -1,12 +1,12 @@
-"""Which experts a token goes to, and with which weights.
+"""The router: which experts each token goes to, and with which weights.
 
-    logits = x @ w.T                            fp32 (fp64 for fp64 x), whatever x is
+    logits = x @ w.T                            in fp32 (fp64 for fp64 x)
     scores = softmax or sigmoid of logits
-    key    = scores (+ bias)                    what experts are chosen by; or logits, or in training sinkhorn's plan
-    ids    = top k of key                       of the top groups' experts only, where there are groups
-    weight = scores of the chosen               divided by their sum, or taken of the chosen logits; times `scale`
+    key    = scores (+ bias)                    experts are chosen by it; or logits, or in training sinkhorn's plan
+    ids    = top k of key                       with groups, only among experts of the top groups
+    weight = scores of the chosen               divided by their sum, or computed from the chosen logits; times `scale`
 
-Nothing here waits for the host, and no shape depends on the data.
+There is no host synchronization, and no shape depends on the data.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ SCORES = ("softmax", "sigmoid")
 
 
 class Routing(NamedTuple):
-    """What a router decides for this rank's tokens.
+    """A router's decision for this rank's tokens.
 
     expert_ids          int32 [T_r, k]   distinct in each row, in the order of their scores
     weights             [T_r, k]         fp32 (fp64 for fp64 x); the gradient reaches x and the router
-    losses              name -> scalar of all ranks' tokens, its coefficient in it: add each to the loss. Empty in
-                        evaluation. Gradients: Note [Gradients of a global loss] in balance.py
+    losses              name -> scalar over all ranks' tokens, including its coefficient: add each to the loss. Empty
+                        in evaluation. Gradients: Note [Gradients of a global loss] in balance.py
     tokens_per_expert   int64 [E]        of this rank
-    mean_probability    fp32 [E]         of this rank; zeros of no tokens
-    max_violation       fp32 scalar      MaxVio of this rank's tokens; of all: max_violation(summed counts)
-    dropped             int64 [E]        choices of this rank that a capacity refused, which are -1 in expert_ids; None
-                        where there is no capacity. tokens_per_expert counts them too
-    recv_usage          fusedtp.ops.moe.RecvUsage: what the experts used of theirs; None where they take no rounds
+    mean_probability    fp32 [E]         of this rank; zeros if it has no tokens
+    max_violation       fp32 scalar      MaxVio of this rank's tokens; for all ranks use max_violation(summed counts)
+    dropped             int64 [E]        choices of this rank dropped by a capacity, which are -1 in expert_ids; None
+                        without a capacity. tokens_per_expert includes them
+    recv_usage          fusedtp.ops.moe.RecvUsage: the experts' use of their capacity; None if they take no rounds
     """
 
     expert_ids: Tensor
@@ -61,24 +61,25 @@ class Router(nn.Module):
 
     weight              [E, H]
     score               "softmax" over all experts, or "sigmoid" of each
-    score_after_topk    choose by logits and take the scores of the chosen logits alone (Shazeer et al. 2017, Mixtral)
+    score_after_topk    choose by logits, then compute scores from the chosen logits only (Shazeer et al. 2017, Mixtral)
     normalize           weights sum to `scale`; computed from logits, so that it is never 0 / 0
     scale               DeepSeek-V3's routed scaling factor
     num_groups, top_groups, group_score
-                        only experts of the best groups are chosen: groups of neighbouring experts, ranked by their
+                        choose only experts of the best groups: groups of neighbouring experts, ranked by their
                         best key ("max", DeepSeek-V2, section 2.2.2) or the sum of their two best ("top2", DeepSeek-V3,
                         section 2.1.2, with K_r / M = 2 as in its code)
-    bias                a buffer [E] that takes part in the choice and not in the weight; the trainer calls
-                        balance.update_bias_ (Wang et al. 2024; DeepSeek-V3). fp32 whatever the module is cast to
-    sinkhorn            iterations by which training chooses, top_k = 1 (S-BASE, Clark et al. 2022); 0: none
-    jitter              in training, x times numbers from [1 - jitter, 1 + jitter] (Fedus et al. 2021); needs
-                        `layout.dropout`, and any split of the tokens meets the same ones
+    bias                a buffer [E] added for the choice, but not for the weight; the trainer calls
+                        balance.update_bias_ (Wang et al. 2024; DeepSeek-V3). Stays fp32 if the module is cast
+    sinkhorn            number of iterations to choose experts in training, top_k = 1 (S-BASE, Clark et al. 2022);
+                        0: none
+    jitter              in training, x is multiplied by numbers from [1 - jitter, 1 + jitter] (Fedus et al. 2021); needs
+                        `layout.dropout`; the numbers do not depend on how tokens are split
     balance_loss, balance, sequence_loss, z_loss
-                        coefficients of the losses of balance.py; `balance` names the first one's formula
-    layer               which of the model's layers this is, for jitter
+                        coefficients of the losses of balance.py; `balance` names the formula of the first one
+    layer               index of this layer in the model, for jitter
 
-    Ties go to the lower expert id. A NaN counts as the greatest key: it shows in the weights, ids stay distinct and in
-    range. Raises ValueError with all faults of the arguments.
+    Ties go to the lower expert id. A NaN counts as the largest key: it shows up in the weights, and ids stay distinct
+    and in range. Raises one ValueError with all faults of the arguments.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def faults(self) -> list[str]:
-        """Everything that is wrong with the arguments, in words."""
+        """Descriptions of everything that is wrong with the arguments."""
         positive = ("dim", "num_experts", "top_k", "num_groups", "top_groups")
         small = [name for name in positive if getattr(self, name) < 1]
         found = [f"{name} is {getattr(self, name)}, must be at least 1" for name in small]
@@ -157,13 +158,13 @@ class Router(nn.Module):
         return found
 
     def reset_parameters(self) -> None:
-        """A usable start; `init_` is what gives the same model at any world size."""
+        """A usable initialization; `init_` gives the same model at any world size."""
         nn.init.normal_(self.weight, std=0.02)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Router:
-        """The bias moves with the module, stays fp32 (16 bits lose its small steps), and leaves meta as zeros."""
+        """The bias moves with the module but stays fp32 (16 bits lose its small steps); off meta, it becomes zeros."""
         old = self.bias
         super()._apply(fn, recurse)
         if old is not None and self.bias is not None:
@@ -179,12 +180,12 @@ class Router(nn.Module):
         *,
         sequence_group: Group | None = None,
     ) -> Routing:
-        """Chooses for x [T_r, H], any float dtype.
+        """Chooses experts for x [T_r, H], any float dtype.
 
         layout           needed by sequence_loss and jitter
-        group            the ranks whose tokens make up the batch of the losses and of sinkhorn; None: this one alone
-        sequence_group   the ranks over which `layout` splits its tokens, where they are not all of `group`
-        Every rank makes the same calls, also with no rows. Raises ValueError for what does not fit, naming the rank.
+        group            the ranks whose tokens form the batch of the losses and of sinkhorn; None: this rank only
+        sequence_group   the ranks over which `layout` splits its tokens, if they are not all of `group`
+        Every rank must make the same calls, even with no rows. Raises ValueError for bad arguments, naming the rank.
         """
         with _balance.propagating_errors(group):
             self._check(x, layout, sequence_group if sequence_group is not None else group)
@@ -192,7 +193,7 @@ class Router(nn.Module):
             scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
             ids = self._choose(logits.detach(), scores.detach(), group)
             weights = self._weights(logits, scores, ids)
-            # DeepSeek-V3, equation 19; of sigmoids from their logs, so that it is never 0 / 0.
+            # DeepSeek-V3, equation 19; for sigmoid computed from logs, so that it is never 0 / 0.
             probability = scores if self.score == "softmax" else F.logsigmoid(logits).softmax(-1)
             losses = self._losses(logits, probability, ids, layout, group, sequence_group)
             with torch.no_grad():
@@ -250,7 +251,7 @@ class Router(nn.Module):
         if self.score_after_topk and self.score == "softmax":
             weights = logits.gather(1, ids).softmax(-1)
         elif self.normalize and self.score == "softmax":
-            weights = logits.log_softmax(-1).gather(1, ids).softmax(-1)  # a NaN spreads, also of one not chosen
+            weights = logits.log_softmax(-1).gather(1, ids).softmax(-1)  # a NaN spreads, even from an expert not chosen
         elif self.normalize:
             weights = F.logsigmoid(logits.gather(1, ids)).softmax(-1)
         else:
@@ -269,7 +270,7 @@ class Router(nn.Module):
         scales = {name: getattr(self, name) for name in _balance.LOSSES}
         if not self.training or not any(scales.values()):
             return {}
-        free = ids  # the top k by scores alone; logits are in the same order
+        free = ids  # the top k by scores alone; logits have the same order
         limited = self.bias is not None or self.num_groups != self.top_groups or self.sinkhorn
         if self.sequence_loss and limited:
             free = best(logits.detach(), self.top_k)

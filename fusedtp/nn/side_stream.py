@@ -1,8 +1,8 @@
-"""Two computations that may run at the same time.
+"""Run two computations concurrently.
 
-On a GPU the second one's kernels go to a stream of their own: they run while the first one's wait for peers, forward
-and backward (autograd runs a node's backward on the stream of its forward). The second is not to use a workspace that
-the first one uses too: kernels that do keep their order, and would run one after another.
+On a GPU the kernels of the second one go to their own stream: they run while kernels of the first one wait for peers,
+forward and backward (autograd runs a node's backward on the stream of its forward). The second must not use a workspace
+that the first uses too: kernels that share one keep their order and would run one after another.
 
     stream of the caller   x | first: plan .. dispatch .. matmuls .. combine    | joined | sum
     stream beside          . . second: matmuls . . . . . . . . . . . . . . . . .^
@@ -24,7 +24,7 @@ def run_on_side_stream(first: Callable[[Tensor], Tensor], second: Callable[[Tens
     here = torch.cuda.current_stream(x.device)
     there = _stream_beside(here)
     there.wait_stream(here)
-    with torch.cuda.stream(there):  # before the first, which may make the host wait
+    with torch.cuda.stream(there):  # launch it before the first, which may block the host
         other = second(x)
     x.record_stream(there)
     y = first(x)
@@ -35,5 +35,5 @@ def run_on_side_stream(first: Callable[[Tensor], Tensor], second: Callable[[Tens
 
 @cache
 def _stream_beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """One for each stream that ever asks: ranks of one process must not share theirs."""
+    """One side stream per stream: ranks of one process must not share side streams."""
     return torch.cuda.Stream(stream.device)

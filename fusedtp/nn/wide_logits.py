@@ -1,4 +1,4 @@
-"""The router's matmul: in fp32 or wider, without keeping its input so wide."""
+"""The router's matmul in fp32 or wider, without saving its input in that dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusedtp.ops.first_order import first_order
 
 
 class WideLogits(torch.autograd.Function):
-    """x @ w.T in a wider dtype; x is saved as it came, not widened."""
+    """x @ w.T in a wider dtype; x is saved in its original dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
