@@ -16,15 +16,15 @@ This is with row scales; with one scale per tensor, wgrad is in fp8 too. q() is 
 Note [Scales along the contraction]
 A product is scaled after its sum, so a scale must be constant along the summed dimension: row scales work for x @ w.T,
 which does not sum over rows. dy.T @ x sums over the rows of both, so their scales do not factor out. Therefore wgrad
-multiplies values * scale in the dtype of x, bf16 or fp32, which represent them exactly (Note [Scales that are powers of
-two] in ops/fp8.py). And w is quantized twice, by rows for y and by columns for dx, because dx sums over the other
-dimension. The matrix units of Hopper need the copy of w.T anyway, since their fp8 operands must be contiguous along the
-summed dimension.
+multiplies values * scale in the dtype of x, bf16 or fp32, which represent them exactly, see
+Note [Scales that are powers of two] in ops/fp8.py. And w is quantized twice, by rows for y and by columns for dx,
+because dx sums over the other dimension. The matrix units of Hopper need the copy of w.T anyway, since their fp8
+operands must be contiguous along the summed dimension.
 
 Note [Delayed scaling]
 A scale computed from the current numbers needs a pass over them first, and a tensor scale also a message between all
 ranks. With a history, scales come from the largest magnitudes of the last steps, which are known beforehand. In
-training the layer records the magnitudes of this step in its buffer `amax`, and `advance_fp8_`, once per step, appends
+training the layer records the magnitudes of this step in its buffer `amax`, and `advance_fp8_`, once per step, adds
 them to the histories of all layers, as the maximum over ranks; a tensor that was not seen, or was all zeros, keeps its
 last magnitude. Numbers beyond the scale saturate to the largest fp8 number. Until the history has a magnitude of its
 tensor, the current scale is used.
@@ -272,8 +272,7 @@ def of_all_ranks(largest: Tensor, spec: Spec | None) -> Tensor:
 
 
 def advance_fp8_(model: nn.Module) -> None:
-    """Append the magnitudes of this step to the history of every FP8Linear that has one. Call once per step, after
-    backward.
+    """Add the magnitudes of this step to the history of every FP8Linear that has one: once per step, after backward.
 
     Collective: ranks that share layers exchange three numbers per layer, all layers of a group in one gather, so that
     their histories, and scales, are equal. Note [Delayed scaling] in fusedtp.nn.fp8.

@@ -41,7 +41,7 @@ def parallelize(
         engine              auto, collective, chunked, triton or multimem; see fusedtp.explain
         sequence_parallel   also split tokens between layers, [T_r, H]; if False, every rank holds all tokens
         plan                module name -> style, overrides the model's tp_plan. If the model has no plan, or one for
-                            its head only, a plan is inferred from what its modules do, see infer.py
+                            its embedding and head only, one is inferred from what its modules do, see infer.py
         prove               first run a tiny copy of a third-party model, see fusedtp.prove. True: raise if that is not
                             possible; False: skip it; None: run it if the model comes from transformers
         experts             which ranks share the MoE experts, and how; default: whole experts on the ranks of the mesh

@@ -6,7 +6,7 @@ layers          one of each kind that the configuration lists, at least two
 experts         as many as ranks, at least four; two per token
 
 The copy is built from class and configuration. So each module of the model must have the same code as its counterpart
-in the copy: class, forward, hooks, settings. Otherwise there is no twin, since a proof of it would prove nothing.
+in the copy: class, forward, hooks, settings. Otherwise OtherCode is raised: a proof of the copy would mean nothing.
 """
 
 from __future__ import annotations
