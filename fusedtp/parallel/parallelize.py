@@ -44,7 +44,8 @@ def parallelize(
                             its head alone, gets one that is inferred from what its modules do, see infer.py
         prove               first run a tiny copy of a model of others, see fusedtp.prove. True: it must be possible;
                             False: do not; None: where the model is one of transformers
-        experts             which ranks share the experts of a mixture, and how; default: those of the mesh, whole ones
+        experts             which ranks share the experts of a mixture, and how; default: those of the mesh, each with
+                            whole experts in fusedtp.nn, with a part of every expert in models of others
 
     Every rank holds the full model before (or a meta one: then to_empty and init_ follow); nothing is sent. Every
     parameter becomes a DTensor on the mesh with its old name and global shape, so that optimizers, FSDP2 (applied
