@@ -44,7 +44,8 @@ def parallelize(
                             its embedding and head only, one is inferred from what its modules do, see infer.py
         prove               first run a tiny copy of a third-party model, see fusedtp.prove. True: raise if that is not
                             possible; False: skip it; None: run it if the model comes from transformers
-        experts             which ranks share the MoE experts, and how; default: whole experts on the ranks of the mesh
+        experts             which ranks share the MoE experts, and how; default: the ranks of the mesh, with whole
+                            experts in fusedtp.nn, with a part of every expert in third-party models
 
     Every rank must hold the full model beforehand, or a meta one (then call to_empty and init_ afterwards); nothing is
     sent. Every parameter becomes a DTensor on the mesh with its old name and global shape, so optimizers, FSDP2

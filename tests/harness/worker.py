@@ -45,7 +45,8 @@ def share_device() -> None:
     name, plain = os.environ.get("GLOO_SOCKET_IFNAME"), gloo.__init__
     device = gloo.create_device(interface=name) if name else gloo.create_default_device()
 
-    def init(self, store, rank, size, timeout):
+    def init(self, store, rank, size, timeout, enable_reconfigure=False):  # the last from torch 2.14 on
+        assert not enable_reconfigure
         options = gloo._Options()
         options._devices, options._threads, options._timeout = [device], 2, timeout
         plain(self, store, rank, size, options)

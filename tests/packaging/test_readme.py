@@ -87,7 +87,7 @@ def test_the_table_of_all_sizes_is_that_of_the_predicted_results():
     for cells in lines.values():
         assert f"| {' | '.join(cells)} |" in text, cells
     by_copies = [row["copied"] / row["product"] for row in rows.values() if "copied" in row]
-    assert len(by_copies) == 6 and f"at most {100 * (max(by_copies) - 1):.1f} %\n" in text
+    assert len(by_copies) == 6 and f"at most {100 * (max(by_copies) - 1):.1f} % longer" in text
 
 
 def tokens_of_triton(steps: list[list[Any]]) -> str:
@@ -164,7 +164,8 @@ def test_the_table_of_experts_on_other_machines_is_that_of_the_saved_results():
     gone = [[(t[gloo] - t[ours]) / (t[gloo] - t[alone]) for t in of.values()] for of in (first, xeon)]
     median, other = (f"{statistics.median(each):.2f}" for each in gone)
     ends = f"(at least {min(gone[1]):.2f}, at most {max(gone[1]):.2f})"
-    assert f"is that {median} is gone, and of the\nXeon's {other} {ends}" in text and len(xeon) == 12
+    said = f"{median} on the EPYC with AVX512, and {other} on the Xeon {ends}"
+    assert said in " ".join(text.split()) and len(xeon) == 12
 
 
 def test_the_small_table_of_the_readme_has_rows_of_the_saved_result():
