@@ -19,7 +19,7 @@ GPU_PYTHON ?= python3# interpreter for `make gpu`, with the box's own torch
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train train-moe train-3d finetune test-models test-meshes models-table docs check corpus lint-kernels seeded faults test test-triton-old test-triton-new lint format bench gpu wheel clean distclean FORCE
+.PHONY: help venv train train-moe train-3d finetune test-models test-meshes models-table docs check corpus lint-kernels seeded faults test test-triton-old test-triton-cuda test-triton-new test-newest lint format bench gpu wheel clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,8 +73,14 @@ models-table: venv ## write docs/models.md: every family of transformers on two 
 test-triton-old: $(VENV)-triton-3.6.0/installed ## test kernels, simulator and lint with the oldest Triton, 3.6.0
 	$(<D)/bin/python -m pytest $(TESTS) $(ARGS)
 
+test-triton-cuda: $(VENV)-triton-3.7.1/installed ## the same with 3.7.1, the Triton of the pinned torch's CUDA builds
+	$(<D)/bin/python -m pytest $(TESTS) $(ARGS)
+
 test-triton-new: $(VENV)-triton-3.9.0/installed ## test kernels, simulator and lint with the newest Triton, 3.9.0
 	$(<D)/bin/python -m pytest $(TESTS) $(ARGS)
+
+test-newest: $(VENV)-newest/installed ## run every test with the newest torch, transformers and all else that pip finds
+	$(<D)/bin/python -m pytest -n auto $(ARGS)
 
 docs: $(VENV)/docs-installed ## build the pages and the API reference into build/docs; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -108,7 +114,7 @@ clean: ## delete what was built, not .venv and not runs/
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## delete .venv as well
-	rm -rf $(VENV) $(VENV)-triton-*
+	rm -rf $(VENV) $(VENV)-triton-* $(VENV)-newest
 
 # pip is the last thing that venv puts there, so an interrupted start is started again.
 $(BIN)/pip:
@@ -140,6 +146,13 @@ $(INSTALLED): pyproject.toml constraints.txt constraints-cpu.txt $(TORCH_FROM) |
 	if $(PIP) show torch | grep -q '^Requires:.*triton'; then pins=constraints.txt; fi; \
 	$(PIP) install --no-compile $$more --no-build-isolation -c $$pins -e '.[dev,bench]'; \
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true; \
+	touch $@
+
+# Not pinned: what a user gets who installs the library today. Made anew with `rm -rf .venv-newest`.
+$(VENV)-newest/installed: pyproject.toml | $(BIN)/pip
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-compile -e '.[dev]'
 	touch $@
 
 $(VENV)/docs-installed: $(INSTALLED)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -273,11 +274,13 @@ class _Ready(NamedTuple):
         run = self.compiled.run
         try:
             metas = list(getattr(self.compiled.metadata, "tensordesc_meta", None) or ())
-            if run.global_scratch_size or run.profile_scratch_size or run.gsan_enabled or None in metas:
+            sanitized = getattr(run, "gsan_enabled", False)  # from Triton 3.8 on
+            if run.global_scratch_size or run.profile_scratch_size or sanitized or None in metas:
                 return self
             from triton.backends.nvidia.driver import make_tensordesc_arg
             from triton.runtime import driver
 
+            unused = {"_": None} if "_" in signature(make_tensordesc_arg).parameters else {}  # from Triton 3.8 on
             launch = driver.active.utils.launch
             how = (
                 self.compiled.function, run.launch_cooperative_grid, run.launch_pdl, self.compiled.packed_metadata,
@@ -291,7 +294,7 @@ class _Ready(NamedTuple):
             for place, value in enumerate(self.arguments):
                 moved[place] = len(arguments)
                 if place in described:
-                    encode = partial(make_tensordesc_arg, metadata=metas.pop(0), _=None)
+                    encode = partial(make_tensordesc_arg, metadata=metas.pop(0), **unused)
                     tensor_maps[len(arguments)] = encode, {}
                     arguments += [None, *encode(described[place])[1:]]
                 else:

@@ -514,7 +514,7 @@ def test_a_launcher_that_does_more_or_is_another_is_called(scattering, monkeypat
     call(*operands)
     (ready,) = plan.launches[None].repeated._ready.values()
     value = [] if field == "arg_annotations" else 1
-    monkeypatch.setattr(ready.compiled.run, field, value)
+    monkeypatch.setattr(ready.compiled.run, field, value, raising=field != "gsan_enabled")  # from Triton 3.8 on
     monkeypatch.setattr(nvidia().CudaLauncher, "__call__", lambda *args: seen.append(args))
     for _ in range(3):
         call(*operands)
