@@ -58,6 +58,8 @@ def main(argv: list[str]) -> int:
 
 
 def _version(name: str) -> str | None:
+    if name == "torch":
+        return str(torch.__version__)  # with its build, +cu130, which the metadata of some wheels leave out
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
