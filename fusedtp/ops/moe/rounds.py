@@ -213,7 +213,7 @@ def _rows_of_owners(plan: RoutingPlan, at: Exchange) -> list[int]:
 def _fitted(at: Exchange, found: Sequence[int] | None, i: int) -> Exchange:
     """The exchange of round i, with max_rows trimmed to the rows that arrive if the host knows them.
 
-    For kernels max_rows is the same on all ranks and takes few values, because each value needs its own prepared launch.
+    For kernels, max_rows is equal on all ranks and takes few values, because each value needs its own prepared launch.
     """
     if found is None:
         return at
