@@ -13,7 +13,7 @@ from fusedtp.comm import Place
 
 
 def split(n: int, world_size: int) -> tuple[int, ...]:
-    """Split n rows over ranks like torch.chunk (and DTensor's Shard): ceil(n / W) each, the last ranks fewer or none."""
+    """Split n rows over ranks like torch.chunk (and DTensor's Shard): ceil(n / W) each, the last fewer or none."""
     if not torch.compiler.is_compiling() and n % world_size == 0:  # while tracing, this would add a guard
         return (n // world_size,) * world_size
     each = -(-n // world_size)
