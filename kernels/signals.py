@@ -10,11 +10,12 @@ When a rank enters a call, it writes its arrival to every rank, in one word: the
 the call that it is making.
 
 Note [All at once]: a signal to all ranks is one instruction on a tile with one word per rank, and so is a poll of all
-ranks. A loop over peers would be a chain: each release waits for earlier stores to land, including the previous
-exchange, and each poll waits for memory. Here one barrier is enough, and the lanes of a warp release together.
+ranks. A loop over peers would be a chain: each release waits for earlier stores to land, including the atomic exchange
+for the previous peer, and each poll waits for memory. Here one barrier is enough, and the lanes of a warp release
+together.
 
-Note [Barrier before the release]: a release orders only the thread that issues it. Before Triton 3.9 the compiler does
-not put a block barrier in front of a scalar release. In `publish` there happens to be one: one thread reads the failure
+Note [Barrier before the release]: a release orders only the thread that issues it. Before Triton 3.9 the compiler adds
+no block barrier for a scalar release. `publish` happens to get one for another reason: one thread reads the failure
 word and broadcasts it through shared memory, so 3.6's code is ordered without `debug_barrier` too. The language does
 not guarantee that, so `publish` has its own barrier.
 
@@ -51,8 +52,8 @@ call.
 
 Note [The next call]: a call's number lives in device memory, so that a replayed CUDA graph advances it. No program
 may change it while another program of the launch reads it. So programs count themselves out, and the last one advances
-the number: the others' reads happen before, because each releases and the last one acquires. A separate launch in front
-of each kernel could do this too, but costs the host as much as the kernel's own launch. A failed call may not be
+the number: all other reads happen before, because each program releases and the last one acquires. A separate launch
+before each kernel could do this too, but costs the host as much as the kernel's own launch. A failed call may not be
 counted.
 
 Note [A failed call]: if a wait times out or meets another call's signature, the first program that notices records it.

@@ -86,7 +86,7 @@ class Copies:
 
     slots   uint8 [slot_bytes]         per rank: its slot of this call
     flags   int32 [flags_per_source]   per rank: the flags there that this rank sets
-    epoch   int32 [4]                  on the device; the first word is the number of this call
+    epoch   int32 [epoch_words]        on the device; the first word is the number of this call
     side    the copy stream; None on CPU
     begun   whether anything was enqueued
     """

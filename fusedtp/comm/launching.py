@@ -354,7 +354,7 @@ def _addresses(value: Any) -> Any:
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether `device` is the current device."""
+    """Whether `device` is the current device; always true on CPU."""
     return device.type != "cuda" or device.index == torch._C._cuda_getDevice()  # torch.cuda.current_device calls this
 
 

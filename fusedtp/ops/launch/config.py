@@ -34,7 +34,7 @@ class Config:
     """The configuration of one launch. `chunk` is what one flag covers: rows in a gather, tiles in a reduction.
 
     part           elements of a tile per warp that are summed at once
-    max_registers  registers per thread; 0 leaves the limit to the compiler
+    max_registers  limit on registers per thread; 0 leaves it to the compiler
     part_tiles     matmul with its combine: tiles in a part of the columns
     tma            load operands that no peer writes by TMA, where their layouts allow it
     specialized    plain matmul only: a dedicated warp issues the TMA copies

@@ -13,7 +13,7 @@ K_r, which may differ. So values on which ranks must agree belong to entries who
     all_gather_wgrad        rows N of this rank, cols K, k T       tile, tma
     all_gather              rows of the longest shard, k K         chunk, number of sending programs, if programs send
     matmul_reduce_scatter   rows of the longest shard, cols N      tile, tma, chunk, programs: the owner sums in the
-    one_shot, two_shot      rows a rank sums, cols N               senders' tiles, so K_r is not in the class
+    one_shot, two_shot      rows a rank sums, cols N               senders' tiles, not K_r; one_shot has no chunk
     few_rows                rows T, cols N                         likewise; a tile has at least T rows
 
 A missing entry means the default of config.py. `report()` lists lookups and their results; the first miss warns.

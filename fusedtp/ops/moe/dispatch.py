@@ -525,7 +525,7 @@ def prepare_dispatch(
     """The launch of moe_dispatch_kernel without its pointers.
 
     x                 [M, K]   any strides; may be bytes
-    choices_per_row            consecutive choices that share a row of x: M * choices_per_row is this rank's choices
+    choices_per_row            consecutive choices that share a row of x; this rank has M * choices_per_row of them
     """
     from fusedtp.kernels.moe_exchange import moe_dispatch_kernel
 

@@ -205,7 +205,7 @@ def usual_room(
     """Rows that a layer's experts have room for by default: SHARES even shares, T k / W each.
 
     None means no limit: if the worst routing takes no more than that, or than SMALL bytes; if no rows are kept for
-    backward; if no kernel runs; and if the host cannot wait. The arguments are those of moe_dispatch.
+    backward; if no kernel runs; or if the host cannot wait. The arguments are those of moe_dispatch.
     """
     at = place_of(group, x)
     with propagate_errors(at):
