@@ -1,4 +1,4 @@
-"""`fusedtp env`: what a bug report needs. A run writes the same into versions.json."""
+"""`fusedtp env`: information for a bug report. A run writes the same to versions.json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VARIABLES = (
 
 
 def environment() -> dict[str, Any]:
-    """Versions, machine, devices and the environment variables that change what runs."""
+    """Versions, machine, devices and the environment variables that affect a run."""
     return {
         "fusedtp": fusedtp.__version__,
         "python": platform.python_version(),

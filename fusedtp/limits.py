@@ -1,4 +1,4 @@
-"""A limit in seconds on any code, even a loop that never returns: what `fusedtp check` runs is other people's."""
+"""A time limit for any code, even a loop that never returns: `fusedtp check` runs users' code."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ AGAIN_SECONDS = 0.5
 
 
 class OutOfTime(BaseException):
-    """Raised where the program stands when its time is over. No Exception, so that no case catches it by the way."""
+    """Raised wherever the program is when its time is up. Not an Exception, so that no case catches it by accident."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises OutOfTime inside the body after so many seconds.
+    """Raises OutOfTime inside the body after `seconds`.
 
-    By the process's timer, which interrupts any loop of Python; again and again, since Python drops what is raised in a
-    callback of its garbage collector. Limits may be nested: the shorter one holds. A thread other than the main one has
-    no such timer, and no limit.
+    Uses the process's timer, which interrupts any Python loop. It fires repeatedly, because Python drops an exception
+    that is raised in a garbage-collector callback. Limits may be nested: the shorter one applies. Only the main thread
+    has such a timer; other threads have no limit.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield

@@ -1,4 +1,4 @@
-"""GPUs that kernels are compiled for and that need not be here: their limits, and how Triton compiles a launch for one.
+"""Target GPUs, which this host may lack: their limits, and compiling a launch for them with Triton.
 
 Limits: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD Instinct MI300 (CDNA3) ISA
 guide, "Vector General-Purpose Registers" and "LDS"; LLVM "User Guide for AMDGPU Backend" for the granules of gfx942.
@@ -28,8 +28,8 @@ class Target:
     wave               threads of a warp or wavefront
     processors         SMs or CUs
     shared_limit       bytes of shared memory that one program may use
-    shared_processor   bytes of one SM or CU; `shared_reserved` of them the system takes for each program
-    registers          a lane's registers in one SIMD (AMD) or the SM's in all (NVIDIA); granule: of an allocation
+    shared_processor   bytes of one SM or CU; the system reserves `shared_reserved` of them for each program
+    registers          registers of one lane of a SIMD (AMD), or of the whole SM (NVIDIA), allocated in granules
     """
 
     name: str
@@ -47,12 +47,12 @@ class Target:
     simds: int = 4
 
     def occupancy(self, registers: int, shared: int, num_warps: int, tensor_columns: int = 0) -> int:
-        """Programs that one SM or CU holds at once; 0: not one.
+        """Programs that are resident on one SM or CU at once; 0 if not even one fits.
 
-        NVIDIA: a warp's registers are allocated in units of 256 and the warps of an SM's four parts in equal numbers,
+        NVIDIA: a warp's registers are allocated in units of 256, and warps are spread evenly over an SM's four parts,
         as in the occupancy calculator (Nsight Compute, "Occupancy"). AMD: a SIMD's 512 registers are divided among
         its waves in granules of 8; a program's waves are spread over the four SIMDs. Blackwell's tensor memory has
-        512 columns an SM (PTX ISA, "Tensor Memory").
+        512 columns per SM (PTX ISA, "Tensor Memory").
         """
         by_shared = self.max_programs
         if shared:
@@ -84,14 +84,14 @@ TARGETS = {
 
 
 def target(name: str) -> Target:
-    """The target of this name. Raises ValueError that lists those there are."""
+    """The target of this name. Raises ValueError that lists the known targets."""
     if name not in TARGETS:
         raise ValueError(f"no target {name!r}: there are {', '.join(TARGETS)}")
     return TARGETS[name]
 
 
 def specialised(kernel: Any, args: dict[str, Any], options: dict[str, int], gpu: Any) -> tuple[Any, Any]:
-    """(source, options) that a launch with these arguments would compile: the same specialisation of them."""
+    """(source, options) that a launch with these arguments would compile, with the same specialisation."""
     from triton.compiler import ASTSource
 
     backend, binder = _binder(kernel, gpu)
@@ -117,10 +117,10 @@ def _binder(kernel: Any, gpu: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def environment(apart: str = "") -> Iterator[None]:
-    """While entered: FP fusion as every supported Triton does it by default, and a cache of this checkout's own.
+    """While entered: FP fusion as in every supported Triton's default, and a private cache for this checkout.
 
-    Triton's cache knows a kernel by its text, not its place: another checkout's entry names that one's files. `apart`
-    tells further entries apart.
+    Triton's cache identifies a kernel by its text, not its path, so an entry of another checkout would name that
+    checkout's files. `apart` distinguishes further entries.
     """
     given = os.environ.get("TRITON_CACHE_DIR")
     whole = Path(given) if given else Path.home() / ".triton" / "cache"
@@ -141,20 +141,20 @@ def environment(apart: str = "") -> Iterator[None]:
 
 
 def compiled_to_ptx(source: Any, options: dict[str, Any], gpu: Any, replace: Mapping[Any, Any]) -> Any:
-    """What `specialised` gave, compiled as far as PTX: Triton's CompiledKernel without a cubin.
+    """Compile the output of `specialised` to PTX: Triton's CompiledKernel without a cubin.
 
-    replace   device function -> what is called in its place, or None for nothing
+    replace   device function -> the function to call instead, or None to drop the call
     """
     import triton
 
-    file = source.fn.fn.__code__.co_filename  # whose lines an entry of the cache names
+    file = source.fn.fn.__code__.co_filename  # a cache entry names lines of this file
     with _replaced(replace) as key, _inlined(), environment(f"{file} {key}"), _without_assembler():
         return triton.compile(source, target=gpu, options=dict(options))
 
 
 @contextmanager
 def _replaced(replace: Mapping[Any, Any]) -> Iterator[str]:
-    """While entered, calls of these device functions compile to others: what tells this in a cache's key."""
+    """While entered, calls of these device functions compile to others. Yields the part of the cache key for this."""
     import triton.language as tl
     from triton.compiler.code_generator import CodeGenerator
 
@@ -175,7 +175,7 @@ def _replaced(replace: Mapping[Any, Any]) -> Iterator[str]:
 
 @contextmanager
 def _inlined() -> Iterator[None]:
-    """While entered, functions of triton.jit(noinline=True) compile as others do: what runs the PTX knows no calls."""
+    """While entered, triton.jit(noinline=True) functions are inlined: the PTX machine does not support calls."""
     from triton.compiler.code_generator import CodeGenerator
 
     own: Any = CodeGenerator.call_JitFunction
@@ -189,14 +189,14 @@ def _inlined() -> Iterator[None]:
 
 
 def _identity(function: Any) -> str:
-    """The same in every process; of a triton.jit function with its source and all that it calls."""
+    """A name that is the same in every process; for a triton.jit function it covers its source and its callees."""
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', function)}"
     return f"{name} {getattr(function, 'cache_key', '')}"
 
 
 @contextmanager
 def _without_assembler() -> Iterator[None]:
-    """Compilation ends with PTX: what ptxas makes of it is not run here, and takes longer than all before."""
+    """While entered, compilation stops at PTX: ptxas takes longer than all earlier stages, and no cubin is needed."""
     import triton
 
     def hook(

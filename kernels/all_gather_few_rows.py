@@ -1,20 +1,21 @@
-"""all_gather_matmul.py and all_gather_gated_matmul.py, for so few rows that they are brought together first.
+"""all_gather_matmul.py and all_gather_gated_matmul.py for few rows, which are gathered completely first.
 
     x_r      [R_r, K]   rows of rank r: R_r = batch * size_r
     y        as there; T = sum of R_r
 
-Those multiply the rows of each rank apart, as they arrive. With few rows a tile takes as long as its block of a weight
-takes to reach an SM, and every block is loaded once a rank. Here all programs send first, and a tile may have the rows
-of all ranks:
+Those kernels multiply each rank's rows separately, as they arrive. With few rows, the time of a tile is the time to
+load its block of a weight, and every block is loaded once per rank. Here all programs send first, and a tile may hold
+the rows of all ranks:
 
-    push       columns 0, 1, ... of x_r to every rank, this one too: [T, K] in the slot, rows in global order
-    prefetch   the begin of a block of a weight, if T is small (prefetch.py)
+    push       columns 0, 1, ... of x_r to every rank, including this one: [T, K] in the slot, rows in global order
+    prefetch   the beginning of a block of a weight, if T is small (prefetch.py)
     wait       once, for the last columns of all ranks
     products   tiles, those of one block of a weight one after another
-    keep       columns 0, 1, ... of the slot into `gathered`, if it is wanted
+    keep       columns 0, 1, ... of the slot into `gathered`, if requested
 
 Pieces of each kind are taken one at a time, and a program waits when all pieces of x_r have been taken, see Note
-[Tickets] in signals.py. Whoever stores the last columns for a peer publishes them: Note [One flag of many programs].
+[Tickets] in signals.py. The program that stores the last columns for a peer publishes them: Note [One flag of many
+programs].
 """
 
 import triton
@@ -105,7 +106,7 @@ def few_rows_gather_kernel(
     stride_xm,
     stride_xk,
     K,
-    weights,  # from here on tuples, an entry a weight
+    weights,  # from here on tuples, one entry per weight
     widths,
     strides_wn,
     strides_wk,
@@ -119,14 +120,14 @@ def few_rows_gather_kernel(
     COPY_M: tl.constexpr,
     PART_K: tl.constexpr,
     EVEN_K: tl.constexpr,
-    descriptor0=None,  # with TMA those of the weights
+    descriptor0=None,  # with TMA: of the weights
     descriptor1=None,
     descriptor2=None,
     descriptor3=None,
     TMA: tl.constexpr = False,
-    ACROSS: tl.constexpr = False,  # the weights by TMA, each as a [K, N_i]
-    row_bytes=None,  # of packed rows of fp8, see all_gather_matmul.py
-    w_scales=None,  # fp32 of each row of a weight, or of all with stride 0
+    ACROSS: tl.constexpr = False,  # the weights by TMA, each as [K, N_i]
+    row_bytes=None,  # length of packed fp8 rows, see all_gather_matmul.py
+    w_scales=None,  # fp32, one per row of a weight, or one for all with stride 0
     strides_ws=None,
 ):
     if signals.failed(peers):
@@ -215,12 +216,12 @@ def few_rows_gated_kernel(
     stride_xk,
     K,
     gate,
-    up,  # of gate's strides
+    up,  # with gate's strides
     stride_wn,
     stride_wk,
     gate_bias,  # or None
     up_bias,
-    y,  # contiguous, as are the two products; those are None where no backward pass needs them
+    y,  # contiguous, as are the two products, which are None if backward does not need them
     gate_out,
     up_out,
     gathered,  # [T, K] contiguous, or None

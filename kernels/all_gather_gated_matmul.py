@@ -1,12 +1,12 @@
 """y = act(all_gather(x) @ gate.T + b_gate) * (all_gather(x) @ up.T + b_up) in one launch: half a gated MLP.
 
     x_r       [R_r, K]   rows of rank r: R_r = batch * size_r
-    gate, up  [N, K]     of one layout
+    gate, up  [N, K]     with the same layout
     y         [T, N]     T = sum of R_r, rows in global order
 
-Rows travel and are waited for as in all_gather_matmul.py. A tile has the same columns of gate and up: both products
-are summed from the same blocks of x, the activation is applied to the fp32 sums, and y is rounded once. The products
-are stored too where a backward pass will need them.
+Rows are sent and awaited as in all_gather_matmul.py. A tile has the same columns of gate and up: both products
+accumulate from the same blocks of x, the activation is applied to the fp32 sums, and y is rounded once. The products
+are stored too if a backward pass will need them.
 """
 
 import triton
@@ -30,12 +30,12 @@ def all_gather_gated_matmul_kernel(
     stride_xk,
     K,
     gate,
-    up,  # of gate's strides
+    up,  # with gate's strides
     stride_wn,
     stride_wk,
     gate_bias,  # or None
     up_bias,
-    y,  # contiguous, as are the two products; those are None where no backward pass needs them
+    y,  # contiguous, as are the two products, which are None if backward does not need them
     gate_out,
     up_out,
     gathered,  # [T, K] contiguous, or None
@@ -62,7 +62,7 @@ def all_gather_gated_matmul_kernel(
     num_cols = cdiv(N, BLOCK_N)
     if gathered is not None:
         num_cols = tl.maximum(num_cols, 1)  # the first column of tiles also keeps the rows
-    done = tl.full((), 0, tl.int32)  # tiles of the shards before
+    done = tl.full((), 0, tl.int32)  # tiles of earlier shards
     ticket = signals.take(peers, signals.TILE)
     for step in range(world):
         src = (rank - step + world) % world
@@ -94,7 +94,7 @@ def all_gather_gated_matmul_kernel(
             )  # fmt: skip
             g = add_bias(g, gate_bias, cols, cols < N)
             u = add_bias(u, up_bias, cols, cols < N)
-            # not ahead of the loop, where they would hold registers
+            # not before the loop, where they would occupy registers
             out_rows = tile_rows(rows, size, offset, total, batch, last)
             mask = inside[:, None] & (cols < N)[None, :]
             if gate_out is not None:

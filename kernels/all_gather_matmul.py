@@ -11,16 +11,16 @@ each chunk has a flag at each peer. Rank 1 of 4, time to the right:
     multiply   x_1 (in place)       x_0 (sent first)     x_3                 x_2
                no wait              waits for 0's rows   ...
 
-Peers send to their successor first, so the shard of the predecessor is complete first, and tiles are handed out in the
-order rank, rank - 1, ...; so no program is idle at the end of a shard. A tile waits for the chunks that cover its rows
-and no others.
+Ranks send to their successor first, so the predecessor's shard is complete first, and tiles are handed out in the order
+of shards rank, rank - 1, ...; no program is idle at the end of a shard. A tile waits only for the chunks that cover its
+rows.
 
-Chunks and tiles are taken one at a time, see Note [Tickets] in signals.py. Senders have the lower numbers, and never
-wait before all chunks are taken: one resident program a rank is enough. Pushing, not pulling, keeps every wait on a
-flag in one's own memory.
+Chunks and tiles are taken one at a time, see Note [Tickets] in signals.py. Senders are the lowest-numbered programs,
+and do not wait before all chunks are taken: one resident program per rank is enough. Ranks push instead of pull, so
+that every wait polls a flag in the rank's own memory.
 
-Rows of fp8 travel with their scales, row_bytes each: the K values, and in the last SCALE_BYTES of the row one fp32, by
-which its products are multiplied, as they are by one of each column of a weight (w_scales).
+fp8 rows travel with their scales, row_bytes each: the K values, and in the last SCALE_BYTES of the row one fp32. The
+products of a row are multiplied by its scale, and by one scale per column of a weight (w_scales).
 
 With S = 0 no program sends: copies beside the kernel bring the rows and set the same flags, chunk by chunk, see Note
 [Copies beside a kernel] in comm/copies.py. The first program signals the arrival before it waits for anything.
@@ -46,7 +46,7 @@ from .tiles import (
     widen,
 )
 
-SCALE_BYTES = tl.constexpr(16)  # of a row of fp8: its scale, and what keeps rows multiples of 16 bytes long
+SCALE_BYTES = tl.constexpr(16)  # of an fp8 row: its scale, padded so that rows stay multiples of 16 bytes
 
 
 @inline
@@ -154,7 +154,7 @@ def pick_weight(
     """
     w, y, width = weights[0], outputs[0], to_int64(widths[0])
     stride_wn, stride_wk = to_int64(strides_wn[0]), to_int64(strides_wk[0])
-    bias = outputs[0] if biases[0] is None else biases[0]  # a stand-in that is never read
+    bias = outputs[0] if biases[0] is None else biases[0]  # a placeholder that is never read
     has_bias = tl.full((), 0, tl.int64)
     if biases[0] is not None:
         has_bias += 1
@@ -219,7 +219,7 @@ def all_gather_matmul_kernel(
     stride_xm,
     stride_xk,
     K,
-    weights,  # from here on tuples, an entry a weight
+    weights,  # from here on tuples, one entry per weight
     widths,
     strides_wn,
     strides_wk,
@@ -237,15 +237,15 @@ def all_gather_matmul_kernel(
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
     ALIGNED: tl.constexpr,
-    descriptor0=None,  # with TMA those of the weights. Launchers of Triton 3.6 and 3.7 look for none in a tuple
+    descriptor0=None,  # with TMA: of the weights. Not a tuple: launchers of Triton 3.6 and 3.7 find none in tuples
     descriptor1=None,
     descriptor2=None,
     descriptor3=None,
     TMA: tl.constexpr = False,
-    ACROSS: tl.constexpr = False,  # the weights by TMA, each as a [K, N_i]
-    HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
-    row_bytes=None,  # of packed rows of fp8
-    w_scales=None,  # fp32 of each row of a weight, or of all with stride 0
+    ACROSS: tl.constexpr = False,  # the weights by TMA, each as [K, N_i]
+    HALVES: tl.constexpr = False,  # finish a tile's columns in two halves, which takes fewer registers
+    row_bytes=None,  # length of packed fp8 rows
+    w_scales=None,  # fp32, one per row of a weight, or one for all with stride 0
     strides_ws=None,
 ):
     if signals.failed(peers):
@@ -268,14 +268,14 @@ def all_gather_matmul_kernel(
         num_cols += cdiv(widths[i], BLOCK_N)
     if gathered is not None:
         num_cols = tl.maximum(num_cols, 1)  # the first column of tiles also keeps the rows
-    done = tl.full((), 0, tl.int32)  # tiles of the shards before
+    done = tl.full((), 0, tl.int32)  # tiles of earlier shards
     ticket = signals.take(peers, signals.TILE)
     for step in range(world):
         src = (rank - step + world) % world
         size, offset = shard(sizes, src, world)
         num_rows = cdiv(size * batch, BLOCK_M)
         base, stride_m, stride_k = shard_source(peers, src, offset, batch, x, stride_xm, stride_xk, length, ALIGNED)
-        if row_bytes is not None:  # everywhere the same, which takes no register
+        if row_bytes is not None:  # the same for all shards, so the strides take no registers
             stride_m, stride_k = to_int64(row_bytes), to_int64(1)
         while ticket < done + num_rows * num_cols:
             row, col = grouped(ticket - done, num_rows, num_cols, GROUP)
@@ -336,7 +336,7 @@ def all_gather_matmul_kernel(
                     BLOCK_K,
                     EVEN_K,
                 )
-            # not ahead of the loop, where they would hold registers
+            # not before the loop, where they would occupy registers
             out_rows = tile_rows(rows, size, offset, total, batch, last)
             if w_scales is None:
                 scales = None

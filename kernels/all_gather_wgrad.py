@@ -4,10 +4,10 @@
     dy_i     [T, N_i]   all rows, in global order
     dw_i     [N_i, K]
 
-The sum runs over the rows, and the rows arrive shard by shard. So the gate is on the reduction axis: a program
-keeps its tile's sum in registers and walks the shards in the order rank, rank - 1, ..., waiting for each at its
-first tile only; what it has seen arrive once it need not ask for again. Senders are those of all_gather_matmul, or
-copies beside the kernel, as there.
+The sum runs over the rows, and the rows arrive shard by shard. So the waits are along the reduction axis: a program
+keeps its tile's sum in registers and walks the shards in the order rank, rank - 1, .... It waits for each shard at its
+first tile only; a shard that has arrived stays. Senders are those of all_gather_matmul, or copies beside the kernel, as
+there.
 
 The order of the shards differs from rank to rank, never from run to run.
 """
@@ -74,11 +74,11 @@ def all_gather_wgrad_kernel(
     stride_xm,
     stride_xk,
     K,
-    grads,  # from here on tuples, an entry a weight
+    grads,  # from here on tuples, one entry per weight
     widths,
     strides_dn,
     strides_dt,
-    nothing,  # a None a weight: no biases
+    nothing,  # one None per weight: there are no biases
     outputs,  # contiguous
     chunk_rows,
     send_programs,
@@ -91,7 +91,7 @@ def all_gather_wgrad_kernel(
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
     ALIGNED: tl.constexpr,
-    descriptor0=None,  # with TMA those of the dys [T, N_i]; then EVEN_K holds, and batch is 1: else sm_90 spills
+    descriptor0=None,  # with TMA: of the dys [T, N_i]; then EVEN_K is true and batch is 1, else sm_90 spills
     descriptor1=None,
     descriptor2=None,
     descriptor3=None,
@@ -112,9 +112,9 @@ def all_gather_wgrad_kernel(
     for i in tl.static_range(NUM_WEIGHTS):
         num_rows += cdiv(widths[i], BLOCK_M)
     num_cols = cdiv(K, BLOCK_N)
-    if tl.program_id(0) == 0:  # here, since all of its tiles wait for all ranks anyway
+    if tl.program_id(0) == 0:  # at the start, because every tile needs the rows of all ranks anyway
         signals.wait_all_arrivals(peers)
-    had = tl.full((), 0, tl.int32)  # tiles; the first waits for all rows
+    had = tl.full((), 0, tl.int32)  # tiles finished; only the first waits for rows
     ticket = signals.take(peers, signals.TILE)
     while ticket < num_rows * num_cols:
         row, col = grouped(ticket, num_rows, num_cols, GROUP)

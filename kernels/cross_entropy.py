@@ -1,11 +1,11 @@
-"""What one part of the vocabulary knows of a loss, and the gradient of its logits: one pass over the logits each.
+"""Cross-entropy over one part of the vocabulary: statistics and the gradient of the logits, one pass over them each.
 
-    statistics   read the logits once: log-sum-exp of each row, and the label's logit where it is in this part
-    gradient     read them once more and write (exp(logits - lse) - onehot) * scale, over the logits themselves if asked
+    statistics   read the logits once: log-sum-exp of each row, and the label's logit if it is in this part
+    gradient     read them again and write (exp(logits - lse) - onehot) * scale, optionally in place
 
-A thread keeps the largest logit that it saw and a sum of exponentials relative to it, and rescales that sum once for
-EACH logits, which are one access of 16 bytes where rows are aligned to it: 9 exponentials for 8 logits, not the 16 of
-an update for each. Threads first compare at a row's end, so the loop over a row holds no barrier.
+A thread keeps its largest logit so far and a sum of exponentials relative to it. It rescales that sum once per EACH
+logits, which are one 16-byte access if rows are aligned: 9 exponentials for 8 logits, not the 16 of one update per
+logit. Threads exchange values only at the end of a row, so the loop over a row contains no barrier.
 """
 
 import triton
@@ -27,14 +27,14 @@ def logit_stats_kernel(
     logits,  # [T, V], each row contiguous
     stride,
     labels,  # int64 [T], of the whole vocabulary
-    start,  # what the label of the first column here is
+    start,  # the label of the first column here
     stats,  # fp32 [T, 2], contiguous
     T,
     V,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,  # whether the EACH logits of a lane are neighbours, or those of neighbouring lanes
+    VECTOR: tl.constexpr,  # whether a lane's EACH logits are contiguous, or interleaved with those of other lanes
 ):
     """stats[t] = (log sum_v exp(logits[t, v]), logits[t, labels[t] - start] or 0 where that is no column).
 
@@ -55,7 +55,7 @@ def logit_stats_kernel(
     else:
         lanes = tl.arange(0, LANES)[None, :] + tl.arange(0, EACH)[:, None] * LANES
     for first in range(0, V, BLOCK):
-        cols = (first + lanes)[:, None, :]  # [EACH, ROWS, LANES]: in this order no other thread has some of EACH
+        cols = (first + lanes)[:, None, :]  # [EACH, ROWS, LANES]: in this layout one thread has all of EACH
         mask = inside[None, :, None] & (cols < V)
         x = widen(tl.load(base[None, :, None] + cols, mask=mask, other=-INF)).to(tl.float32)
         larger = tl.maximum(largest, tl.max(x, axis=0))

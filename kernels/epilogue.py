@@ -1,7 +1,7 @@
-"""What happens to a tile of sums before it is rounded and stored, all of it in fp32.
+"""The epilogue of a tile of sums before it is rounded and stored, all in fp32.
 
-product   scaled by a number of each row and one of each column (or of each tensor)
-+ bias    of each column
+product   scaled by one number per row and one per column (or one per tensor)
++ bias    one per column
 """
 
 import triton.language as tl

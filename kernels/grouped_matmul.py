@@ -5,19 +5,20 @@
     weights  [E, N, K]  any strides, so that dgrad is this matmul with weights [E, K, N]
     y        [R, N]
 
-Only the device knows the number of tiles, and the host does not ask: a fixed number of programs walks the experts,
-and each counts tiles for itself. Tiles are dealt in turn across the borders of experts:
+Only the device knows the number of tiles, and the host does not ask: a fixed number of programs walks the experts, and
+each program counts tiles by itself. Tiles are dealt to programs in turn, continuing from one expert to the next:
 
-    expert    0 (3 tiles)   1 (none)   2 (5 tiles)          program p takes every P-th tile, whoever it belongs to;
-    program   0  1  2           -      3  0  1  2  3        how many of an expert's `dealt` says
+    expert    0 (3 tiles)   1 (none)   2 (5 tiles)          program p takes every P-th tile, of whatever expert;
+    program   0  1  2           -      3  0  1  2  3        `dealt` tells how many of an expert's tiles it gets
 
-Walking costs a load and some integer arithmetic an expert, whether it has rows or not. A table of tiles, made by a
+The walk costs a load and some integer arithmetic per expert, whether it has rows or not. A table of tiles, made by a
 kernel before this one, would save that, and cost a launch.
 
-Note [Groups by TMA]: weights [E, N, K] are one matrix [E * N, K], or ACROSS, as a gradient has them, one of [E * K, N],
-and a tile's columns begin at expert * N, its blocks of K at expert * K. A tile at the end of an expert's rows or
-columns reads some of the next one's: their products are not stored. A block of K that ended in the next expert's would
-be added up, so ACROSS takes whole blocks alone, see launch/operands.py.
+Note [Groups by TMA]: weights [E, N, K] are one matrix [E * N, K], where a tile's columns begin at expert * N. With
+ACROSS, as in a backward matmul, they are one matrix [E * K, N], where a tile's blocks of K begin at expert * K. A tile
+at the end of an expert's rows or columns also reads some of the next expert's; those products are not stored. A block
+of K that reached into the next expert would be added to the sum, so ACROSS requires whole blocks, see
+launch/operands.py.
 """
 
 import triton
@@ -202,18 +203,18 @@ def gated_tile(
 
 @inline
 def group_tile(
-    index,  # int32, the row of x for each row of y; None where it is the same
+    index,  # int32, the row of x for each row of y; None if it is the same
     x,
     w,
-    x2,  # of the strides of x and w; or None. Of a gated matmul x2 is x, w and w2 are gate and up
+    x2,  # x2 and w2 have the strides of x and w, or are None. Gated: x2 is x, and w and w2 are gate and up
     w2,
-    strides,  # (stride_xm, stride_xk, stride_we, stride_wn, stride_wk), those of pointers
+    strides,  # (stride_xm, stride_xk, stride_we, stride_wn, stride_wk), for pointers
     bias,
     y,
     gate_out,
     up_out,
     expert,
-    row,  # of y, the tile's first
+    row,  # the tile's first row of y
     end,  # of the expert's rows
     col,
     N,
@@ -223,10 +224,10 @@ def group_tile(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     HALVES: tl.constexpr,
-    ACT: tl.constexpr,  # of a gated matmul, "" of another
+    ACT: tl.constexpr,  # activation of a gated matmul, else ""
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
-    X_TMA: tl.constexpr,  # without an index
+    X_TMA: tl.constexpr,  # only without an index
     ACROSS: tl.constexpr,
 ):
     """One tile of y."""
@@ -304,7 +305,7 @@ def group_tiles(
 def grouped_matmul_kernel(
     x,  # pointers, or TMA descriptors: see Note [Groups by TMA]
     w,
-    x2,  # with w2 another product of the same strides, which is added; or None
+    x2,  # x2 and w2: a second product with the same strides, added to the first; or None
     w2,
     strides,  # (stride_xm, stride_xk, stride_we, stride_wn, stride_wk)
     bias,  # contiguous, or None
@@ -319,7 +320,7 @@ def grouped_matmul_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
-    HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
+    HALVES: tl.constexpr = False,  # finish a tile's columns in two halves, which takes fewer registers
     PRECISION: tl.constexpr = "ieee",
     TMA: tl.constexpr = False,
     X_TMA: tl.constexpr = False,
@@ -334,11 +335,11 @@ def grouped_matmul_kernel(
 
 @triton.jit
 def grouped_gated_kernel(
-    x,  # pointers or TMA descriptors, as gate and up
+    x,  # a pointer or TMA descriptor, as are gate and up
     gate,
-    up,  # of gate's strides
+    up,  # with gate's strides
     strides,  # (stride_xm, stride_xk, stride_ge, stride_gn, stride_gk)
-    y,  # contiguous, as are the two products, which are None if not wanted
+    y,  # contiguous, as are the two products, which are None if not needed
     gate_out,
     up_out,
     offsets,

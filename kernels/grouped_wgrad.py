@@ -1,11 +1,11 @@
-"""Gradients of ragged groups that are no such matmul themselves: those of the weights, and of a gate.
+"""Gradients of ragged groups that are not grouped matmuls themselves: those of the weights, and of a gate.
 
     dw[e] [N, K]   = dy[rows of e].T @ x[rows of e], zeros for an expert without rows
     dgate, dup     of act(gate) * up, for rows that belong to an expert
 
-dw has as many tiles as it has, whatever the offsets are: only how long the sum of a tile runs is known on the device
-alone. Tiles go in turn to a fixed number of programs, those of an expert one after another, so that an expert with
-most of the rows keeps all programs busy. Rows outside an expert are masked: what they hold, NaN too, never shows.
+The number of tiles of dw does not depend on the offsets; only the length of a tile's sum is known on the device alone.
+A fixed number of programs takes tiles in turn, expert by expert, so that an expert with most of the rows keeps all
+programs busy. Rows outside an expert are masked: their values, even NaN, have no effect.
 """
 
 import triton
@@ -35,7 +35,7 @@ def grouped_wgrad_kernel(
     x,
     stride_xm,
     stride_xk,
-    dw,  # contiguous [E, N, K]; a pointer, or with DW_TMA a descriptor of what is stored at once
+    dw,  # contiguous [E, N, K]; a pointer, or with DW_TMA a descriptor of the block that is stored at once
     offsets,  # int32 [E + 1]
     E,
     R,
@@ -45,7 +45,7 @@ def grouped_wgrad_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
+    HALVES: tl.constexpr = False,  # finish a tile's columns in two halves, which takes fewer registers
     PRECISION: tl.constexpr = "ieee",
     DW_TMA: tl.constexpr = False,
 ):

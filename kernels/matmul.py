@@ -2,40 +2,42 @@
 
 All kernels here compute y = x @ w.T tile by tile, in fp32, by one of these loops over K:
 
-    dot_loop         pointer loads of any strides and alignment, tails in all three directions masked
-    pair_loop        the same by two weights: each block of x is loaded once
-    descriptor_loop  TMA (sm_90 and later) of row-major operands; what lies outside of them reads as zero
+    dot_loop         pointer loads with any strides and alignment; tails in all three dimensions are masked
+    pair_loop        the same with two weights: each block of x is loaded once
+    descriptor_loop  TMA (sm_90 and later) of row-major operands; elements outside of them read as zero
     mixed_loop       x by pointers, w by TMA
     mixed_pair_loop  two weights by TMA, x by either
 
-A weight [N, K] by TMA may be the transpose of a row-major one too (ACROSS), as where its layer's gradient is made.
+A weight [N, K] loaded by TMA may also be the transpose of a row-major one (ACROSS), as in its layer's backward.
 
-No loop holds a wait (Note [Waits stand in outer loops] in signals.py), so the compiler pipelines it. What peers write
-during a kernel TMA may read only behind a proxy fence (Note [Generic proxy] in signals.py). So:
+No loop contains a wait (Note [Waits stand in outer loops] in signals.py), so the compiler pipelines it. TMA may read
+data that peers write during a kernel only after a proxy fence (Note [Generic proxy] in signals.py). So TMA loads:
 
-    matmul                             x and w by TMA
-    matmul reduce-scatter, all-reduce  x and w: only partial tiles travel, which no loop here reads. x by pointers where
-                                       the rows of a rank are several runs (batch > 1): a tile of them is no rectangle
-    all-gather matmul                  w; x by pointers, since peers push all but this rank's shard
-    all-gather wgrad                   dy, in a loop of its own; x by pointers
+    matmul                             x and w
+    matmul reduce-scatter, all-reduce  x and w: only partial tiles are exchanged, and no loop here reads them. x by
+                                       pointers if a rank's rows are several runs (batch > 1): its tiles are then not
+                                       rectangles
+    all-gather matmul                  w; x by pointers, because peers push all but this rank's shard
+    all-gather wgrad                   dy, in a separate loop; x by pointers
     grouped matmul                     x and w
-    dispatch and matmul                w; x by pointers, which peers push and an index picks
+    dispatch and matmul                w; x by pointers, because peers push it and an index selects its rows
     matmul and combine                 x and w
 
-An operand that TMA cannot take goes by pointers, see ops/launch/operands.py, and all do before sm_90 and on AMD.
+Operands that TMA does not support are loaded by pointers, see ops/launch/operands.py; so are all operands before sm_90
+and on AMD.
 
-Note [One loop over tiles and K]: `tl.range(..., flatten=True)` over tiles makes one loop of both, so that a tile's
-first blocks are on their way while the last tile ends; y leaves by TMA, half a tile at a time. It gains most where K is
-short; `fusedtp bench matmul` says what the kernel takes. Kernels that wait or publish between tiles cannot have it.
+Note [One loop over tiles and K]: `tl.range(..., flatten=True)` over tiles merges both loops, so that a tile's first
+blocks are in flight while the previous tile ends; y is stored by TMA, half a tile at a time. The gain is largest for
+short K; `fusedtp bench matmul` measures the kernel. Kernels that wait or publish between tiles cannot use it.
 
-Note [Warp specialisation]: `tl.range(..., warp_specialize=True)` on the loop over K makes a warp of its own for the
-copies, and on sm_100 one for tcgen05. Compiled, bf16 tiles of 128 rows, by Triton 3.6.0, 3.7.1 and 3.9.0:
+Note [Warp specialisation]: `tl.range(..., warp_specialize=True)` on the loop over K dedicates a warp to the copies, and
+on sm_100 another to tcgen05. Results of compiling bf16 tiles of 128 rows with Triton 3.6.0, 3.7.1 and 3.9.0:
   sm_100  all three specialise the loop (`ttg.warp_specialize` in TTGIR), without spills. On the outer loop over tiles
-          3.6 fails ("NVWSInsertAref"), 3.7 leaves several regions; so it stands on the inner one.
-  sm_90   with 8 warps all three ignore it; with 4 warps 3.6 obeys, 3.7 and 3.9 fail ("NVGPUWarpSpecialization":
+          3.6 fails ("NVWSInsertAref") and 3.7 leaves several regions, so it is set on the inner loop.
+  sm_90   with 8 warps all three ignore it; with 4 warps 3.6 obeys, but 3.7 and 3.9 fail ("NVGPUWarpSpecialization":
           a descriptor's block and tensor differ). So it is off there.
-The fused kernels do not ask for it: that has not been tried. What it gains was not measured on a GPU yet. TMA alone
-gains a hundredth or two on an H100: pointers that are copied asynchronously keep up.
+The fused kernels do not use it: that has not been tried. Its gain has not been measured on a GPU yet. TMA alone gains 1
+to 2 percent on an H100: pointer loads with asynchronous copies keep up.
 """
 
 import triton
@@ -44,7 +46,7 @@ import triton.language as tl
 from .epilogue import add_bias, scaled
 from .tiles import cdiv, grouped, halves, inline, narrow, to_int64, widen
 
-IEEE = tl.constexpr("ieee")  # as the default of a device function: Triton 3.6 takes no bare string
+IEEE = tl.constexpr("ieee")  # for defaults of device functions: Triton 3.6 does not accept a plain string there
 
 
 @inline
@@ -67,7 +69,7 @@ def multiply_add(acc, x, w, PRECISION: tl.constexpr):
 @inline
 def dot_loop(
     acc,
-    a,  # address tile of rows: [BLOCK_M, 1], the k-th element of a row is k * a_step further
+    a,  # address tile of rows: [BLOCK_M, 1], with the k-th element of a row at k * a_step
     a_mask,
     a_step,
     b,  # address tile of columns: [1, BLOCK_N]
@@ -100,7 +102,7 @@ def dot_loop(
 def pair_loop(
     first,
     second,
-    a,  # address tiles as those of dot_loop: rows [BLOCK_M, 1] and columns [1, BLOCK_N] of two weights
+    a,  # address tiles as in dot_loop: rows [BLOCK_M, 1], and columns [1, BLOCK_N] of two weights
     a_mask,
     a_step,
     b,
@@ -166,7 +168,7 @@ def column_block(w, col, k, ACROSS: tl.constexpr):
 @inline
 def mixed_loop(
     acc,
-    a,  # address tile of rows, as dot_loop has it
+    a,  # address tile of rows, as in dot_loop
     a_mask,
     a_step,
     w,  # descriptor of [N, K] with blocks [BLOCK_N, BLOCK_K]
@@ -197,7 +199,7 @@ def mixed_loop(
 def mixed_pair_loop(
     first,
     second,
-    x,  # a descriptor of rows, from `row` on; or an address tile as a of dot_loop
+    x,  # a descriptor, with rows from `row` on; or an address tile, like `a` in dot_loop
     row,
     a_mask,
     a_step,
@@ -303,14 +305,14 @@ def finish(y, acc, row, col, M, N, more, Y_TMA: tl.constexpr):
 
 @triton.jit
 def matmul_kernel(
-    x,  # a pointer, or a TMA descriptor as w is
+    x,  # a pointer or TMA descriptor, as is w
     stride_xm,
     stride_xk,
     w,
     stride_wn,
     stride_wk,
     bias,
-    y,  # contiguous; a pointer, or with FLAT a descriptor of what is stored at once
+    y,  # contiguous; a pointer, or with FLAT a descriptor of the block that is stored at once
     M,
     N,
     K,
@@ -319,13 +321,13 @@ def matmul_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
-    x_scale=None,  # fp32 of each row, or of all with stride 0
+    x_scale=None,  # fp32, one per row, or one for all with stride 0
     stride_xs=0,
     w_scale=None,
     stride_ws=0,
     TMA: tl.constexpr = False,
     SPECIALIZED: tl.constexpr = False,
-    HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
+    HALVES: tl.constexpr = False,  # finish a tile's columns in two halves, which takes fewer registers
     FLAT: tl.constexpr = False,  # with TMA: see Note [One loop over tiles and K]
     PRECISION: tl.constexpr = "ieee",
 ):

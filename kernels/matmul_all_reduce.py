@@ -1,4 +1,4 @@
-"""y = all_reduce(x @ w.T) + bias in one launch, for a small output in one shot, else in two.
+"""y = all_reduce(x @ w.T) + bias in one launch: one shot for a small output, else two shots.
 
     x        [T, K_r]    this rank's columns of the full input
     w        [N, K_r]
@@ -6,21 +6,21 @@
 
 One shot: every partial tile goes to every rank, and every rank sums all tiles. One hop, W times the bytes.
 
-    products    tiles p, p + P, ... of program p of P, each stored at all ranks while the next one is multiplied
-    publish     all of them, to all
-    sums        of the same tiles, when program p of every rank has published
+    products    program p of P takes tiles p, p + P, ... and stores each at all ranks while it multiplies the next one
+    publish     all its tiles, to all ranks
+    sums        the same tiles, when program p of every rank has published
 
-Program p waits for programs p only, all of which publish before they wait, and a GPU starts programs in ascending
-order: so one resident program a rank is enough.
+Program p waits only for programs p of other ranks, which publish before they wait, and a GPU starts programs in
+ascending order: so one resident program per rank is enough.
 
-Two shots: the reduce-scatter of matmul_reduce_scatter.py over rows (split as torch.chunk does), whose owners push each
-chunk of sums to all as well. A program that finds no more tiles copies what the owners pushed into y. It waits for
-sums, which wait for products only, and all of both were taken before it (Note [Tickets] in signals.py).
+Two shots: the reduce-scatter of matmul_reduce_scatter.py over rows (split like torch.chunk), where owners also push
+each chunk of sums to all ranks. A program that finds no more tiles copies the pushed sums into y. It waits for sums,
+which wait only for products, and all of both have been taken before (Note [Tickets] in signals.py).
 
-Products of fp8 are scaled before they travel, as in matmul_reduce_scatter.py.
+fp8 products are scaled before they are sent, as in matmul_reduce_scatter.py.
 
-Partials are summed in fp32 in rank order and rounded once, and in two shots by one rank for all; so all ranks hold the
-same bits.
+Partials are summed in fp32 in rank order and rounded once; with two shots one rank does this for all. So all ranks hold
+the same bits.
 """
 
 import triton
@@ -65,10 +65,10 @@ def one_shot_kernel(
     EVEN_N: tl.constexpr,  # BLOCK_N divides N
     TMA: tl.constexpr = False,
     X_TMA: tl.constexpr = False,
-    ACROSS: tl.constexpr = False,  # w by TMA, as a [K, N]
-    w_descriptor0=None,  # with TMA that of w
-    x_descriptor0=None,  # with X_TMA that of x
-    x_scale=None,  # of fp8: fp32 of each row of x, or of all with stride 0
+    ACROSS: tl.constexpr = False,  # w by TMA, as [K, N]
+    w_descriptor0=None,  # with TMA: of w
+    x_descriptor0=None,  # with X_TMA: of x
+    x_scale=None,  # fp8 only: fp32, one per row of x, or one for all with stride 0
     stride_xs=None,
     w_scale=None,
     stride_ws=None,
@@ -162,7 +162,7 @@ def two_shot_kernel(
     group,
     window,
     behind,
-    result_at,  # bytes from the slot's begin to the sums; before it the partials
+    result_at,  # byte offset of the sums in the slot; the partials come before
     flags,  # of the sums, see reduce_scatter
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -173,10 +173,10 @@ def two_shot_kernel(
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr = False,
     X_TMA: tl.constexpr = False,
-    ACROSS: tl.constexpr = False,  # w by TMA, as a [K, N]
-    w_descriptor0=None,  # with TMA that of w
-    x_descriptor0=None,  # with X_TMA that of x
-    x_scale=None,  # of fp8: fp32 of each row of x, or of all with stride 0
+    ACROSS: tl.constexpr = False,  # w by TMA, as [K, N]
+    w_descriptor0=None,  # with TMA: of w
+    x_descriptor0=None,  # with X_TMA: of x
+    x_scale=None,  # fp8 only: fp32, one per row of x, or one for all with stride 0
     stride_xs=None,
     w_scale=None,
     stride_ws=None,
@@ -215,7 +215,7 @@ def two_shot_kernel(
         group,
         window,
         behind,
-        1,  # part of a sum: of more, each with its flags, the second half takes longer than the first saves
+        1,  # part per sum: with more, each with its own flags, the second shot loses more time than the first saves
         BLOCK_M,
         BLOCK_M,
         BLOCK_N,

@@ -1,20 +1,20 @@
-"""y = reduce_scatter(sum_i x_i @ w_i.T) + bias, or the all-reduce, of so few rows that one tile has them all.
+"""y = reduce_scatter(sum_i x_i @ w_i.T) + bias, or the all-reduce, for so few rows that one tile holds them all.
 
     x_i      [T, K_i]    this rank's columns of the full inputs, T <= BLOCK_M
     w_i      [N, K_i]
-    y        [R_r, N]    rows of this rank, summed over ranks; of an all-reduce [T, N], the same bits on every rank
+    y        [R_r, N]    rows of this rank, summed over ranks; for an all-reduce [T, N], the same bits on every rank
 
-matmul_reduce_scatter.py multiplies each owner's rows apart. With few rows a tile takes as long as its block of w takes
-to reach an SM, and each block is loaded once per owner. Here a tile holds the rows of all owners, and each owner is
-sent its own. A call is short, so it has three phases rather than rounds. Programs take work as they become free, in
+matmul_reduce_scatter.py multiplies each owner's rows separately. With few rows, the time of a tile is the time to load
+its block of w, and each block is loaded once per owner. Here a tile holds the rows of all owners, and each owner is
+sent its rows. A call is short, so it has three phases instead of rounds. Programs take work as they become free, in
 this order:
 
     products    column 0      column 1      ...   multiply, store each owner's rows in its slot, publish to all
-    sums        own rows of column 0 of all sources, then of column 1 ...
-    copies      of an all-reduce: what the owners of column 0 pushed, into y, then of column 1 ...
+    sums        own rows of column 0 from all sources, then of column 1 ...
+    copies      all-reduce only: the pushed sums of column 0 into y, then of column 1 ...
 
-A program waits only for columns that have all been taken, and with nothing unpublished (Note [Late publish] in
-matmul_reduce_scatter.py), so one resident program a rank is enough. Slots, partials and sums are those of
+A program waits only for columns that have all been taken, and when it has published all its work (Note [Late publish]
+in matmul_reduce_scatter.py), so one resident program per rank is enough. Slots, partials and sums are those of
 matmul_reduce_scatter.py and matmul_all_reduce.py: partials are summed in fp32 in rank order and rounded once.
 """
 
@@ -31,7 +31,7 @@ def few_rows_kernel(
     peers,
     sizes,  # tuple of world_size, see Note [Odd integers] in signals.py
     total,
-    xs,  # here and below tuples, an entry a product
+    xs,  # here and below tuples, one entry per product
     strides_xm,
     strides_xk,
     ws,
@@ -42,8 +42,8 @@ def few_rows_kernel(
     N,
     Ks,
     group,
-    result_at,  # of an all-reduce: bytes from the slot's begin to the sums; before it the partials
-    flags,  # and the first flag of the sums
+    result_at,  # all-reduce only: byte offset of the sums in the slot; the partials come before
+    flags,  # likewise: the first flag of the sums
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -54,16 +54,16 @@ def few_rows_kernel(
     BROADCAST: tl.constexpr,  # an all-reduce
     TMA: tl.constexpr = False,
     X_TMA: tl.constexpr = False,
-    ACROSS: tl.constexpr = False,  # the w_i by TMA, each as a [K_i, N]
-    w_descriptor0=None,  # with TMA those of the w_i
+    ACROSS: tl.constexpr = False,  # the w_i by TMA, each as [K_i, N]
+    w_descriptor0=None,  # with TMA: of the w_i
     w_descriptor1=None,
     w_descriptor2=None,
     w_descriptor3=None,
-    x_descriptor0=None,  # with X_TMA those of the x_i
+    x_descriptor0=None,  # with X_TMA: of the x_i
     x_descriptor1=None,
     x_descriptor2=None,
     x_descriptor3=None,
-    x_scale=None,  # of a product of fp8: fp32 of each row of x, or of all with stride 0
+    x_scale=None,  # fp8 only: fp32, one per row of x, or one for all with stride 0
     stride_xs=None,
     w_scale=None,
     stride_ws=None,
@@ -152,7 +152,7 @@ def few_rows_kernel(
             BROADCAST,
         )
         if BROADCAST:
-            if own == 0:  # all wait for all
+            if own == 0:  # every rank waits for this flag of every rank
                 signals.publish_to_all(peers, flags + chunk)
         ticket = signals.take(peers, signals.TILE)
     if BROADCAST:
@@ -161,7 +161,7 @@ def few_rows_kernel(
             chunk = ticket - 2 * chunks
             signals.wait_chunk_of_all(peers, flags + chunk)
             for col in range(chunk * group, tl.minimum((chunk + 1) * group, num_cols)):
-                for side in range(2):  # rows before the own ones, and behind
+                for side in range(2):  # rows before this rank's own, then rows after
                     top = tl.where(side == 0, 0, before + own)
                     last = tl.where(side == 0, before, total)
                     for first in range(top, last, PART_M):

@@ -1,37 +1,39 @@
-"""y = reduce_scatter(sum_i x_i @ w_i.T) + bias in one launch: partial tiles go straight to the rank that sums them.
+"""y = reduce_scatter(sum_i x_i @ w_i.T) + bias in one launch: partial tiles go directly to the rank that sums them.
 
     x_i      [T, K_i]    this rank's columns of the full inputs, all rows in global order
     w_i      [N, K_i]
     y        [R_r, N]    rows of this rank, summed over ranks; the bias is added once
 
-Several products are what a gradient is of the input of several weights: no operand is copied to make them one.
+The gradient of an input of several weights is a sum of several products: no operand is copied to merge them.
 
-Every program multiplies, sends the tile to the rank that owns its rows, and sums tiles of the own rows, as the tickets
-come (Note [Tickets] in signals.py). Owner p's slot has a place [R_p, N] for every source, itself among them. Flag c is
-chunk c: `group` consecutive tiles of the owner's rows, multiplied by one program. They are handed out in windows, as
-many chunks as let all programs have one in a round. Rank 1 of 4, time to the right:
+Every program multiplies, sends the tile to the rank that owns its rows, and sums tiles of its own rank's rows, in
+ticket order (Note [Tickets] in signals.py). Owner p's slot has a buffer [R_p, N] for every source, including itself.
+Flag c belongs to chunk c: `group` consecutive tiles of the owner's rows, multiplied by one program. Chunks are handed
+out in rounds of one window per owner; a window is large enough that every program gets a chunk. Rank 1 of 4, time to
+the right:
 
     round           0           1           2           3           4           end
     rows of         2 3 0 1     2 3 0 1     2 3 0 1     2 3 0 1     2 3 0 1
     window          0 0 0 0     1 1 1 1     2 2 2 2     3 3 3 3     4 4 4 4
     summed                                        0           1                 2 3 4
 
-So every owner receives all the time, from a different source each time. Who has multiplied a chunk of the own rows sums
-one that was sent `behind` chunks before, and so has arrived. The last round adds none: what is left then is summed in
-parts by all programs, since one alone would read a tile of all sources for half as long as it multiplies one. Sums that
-other ranks wait for (matmul_all_reduce.py) are not cut: each part would need a fence and a flag to every rank.
+So every owner receives all the time, each time from a different source. A program that has multiplied a chunk of its
+own rank's rows sums one that was sent `behind` chunks earlier and so has arrived. The last round does not: all programs
+sum the remaining chunks at the end, in parts, because a single program would take half as long to read a tile of all
+sources as to multiply one. Sums that other ranks wait for (matmul_all_reduce.py) are not split: each part would need a
+fence and a flag to every rank.
 
-A program waits for chunk c only after all chunks up to c were taken, for all owners, with nothing unpublished. Of the
-chunks that are waited for anywhere take the lowest: each rank has published it, or a program of it that does not wait
-is at it, or none of its programs waits. So one resident program a rank is enough.
+A program waits for chunk c only when all chunks up to c have been taken on its rank, for all owners, and it has
+published its own. Consider the lowest chunk that any program waits for. On each rank, it has been published, or a
+program that is not waiting works on it, or no program waits at all. So one resident program per rank is enough.
 
-Note [Late publish]: a release waits until the stores before it have landed, at the far end of a link, and the program
-with it. So a program stores a chunk and multiplies its next tile while the stores travel; only then it publishes the
-chunk, before it stores that tile, or before it sums:
+Note [Late publish]: a release, and the program that issues it, waits until the earlier stores have landed at the far
+end of a link. So a program stores a chunk and multiplies its next tile while the stores are in flight. It publishes the
+chunk only before it stores that tile, or before it sums:
 
     one program     products of a | store a | products of b | publish a | store b | publish b | sum of c | ...
 
-A call that has failed meanwhile is not published at all.
+A chunk is not published at all if the call has failed meanwhile.
 
 Predicted by fusedtp.sim.timed for 8 H100, 8192 tokens in bf16, the down projection of an MLP, in microseconds (not
 measured over NVLink yet; one H100 takes 646 for the product of the 70B):
@@ -40,13 +42,13 @@ measured over NVLink yet; one H100 takes 646 for the product of the 70B):
     Llama 3 8B     199              173                 364
     Llama 3 70B    702              668                1018
 
-The 8B's 1024 tiles fill 132 SMs 7.8 times; what the sums take makes that nine rounds instead of eight.
+The 8B's 1024 tiles fill 132 SMs 7.8 times; the time for the sums makes that nine rounds instead of eight.
 
-Products of fp8 are multiplied by a scale of each row of x and one of each row of w, both this rank's own, before a
-tile is narrowed and travels.
+fp8 products are multiplied by one scale per row of x and one per row of w, both this rank's own, before a tile is
+rounded and sent.
 
-Partials travel in the working dtype, the own one too, are summed in fp32 in rank order and rounded once: the
-result does not depend on who was fast.
+Partials are stored in the working dtype, including the rank's own, then summed in fp32 in rank order and rounded once:
+the result does not depend on the order of arrival.
 """
 
 import triton
@@ -363,7 +365,7 @@ def reduce_scatter(
     stored = tl.full((), -1, tl.int32)
     ticket = signals.take(peers, signals.TILE)
     while ticket < chunks * world + left * parts:
-        turn = chunks - left + ticket - chunks * world  # among the sums
+        turn = chunks - left + ticket - chunks * world  # number of the sum, see sum_turn
         if ticket < chunks * world:
             owner = (rank + 1 + ticket // window) % world
             chunk = ticket // (window * world) * window + ticket % window
@@ -431,7 +433,7 @@ def matmul_reduce_scatter_kernel(
     peers,
     sizes,  # tuple of world_size, see Note [Odd integers] in signals.py
     batch,
-    xs,  # here and below tuples, an entry a product
+    xs,  # here and below tuples, one entry per product
     strides_xm,
     strides_xk,
     ws,
@@ -455,16 +457,16 @@ def matmul_reduce_scatter_kernel(
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr = False,
     X_TMA: tl.constexpr = False,
-    ACROSS: tl.constexpr = False,  # the w_i by TMA, each as a [K_i, N]
-    w_descriptor0=None,  # with TMA those of the w_i. Launchers of Triton 3.6 and 3.7 look for none in a tuple
+    ACROSS: tl.constexpr = False,  # the w_i by TMA, each as [K_i, N]
+    w_descriptor0=None,  # with TMA: of the w_i. Not a tuple: launchers of Triton 3.6 and 3.7 find none in tuples
     w_descriptor1=None,
     w_descriptor2=None,
     w_descriptor3=None,
-    x_descriptor0=None,  # with X_TMA those of the x_i; then batch is 1
+    x_descriptor0=None,  # with X_TMA: of the x_i; then batch is 1
     x_descriptor1=None,
     x_descriptor2=None,
     x_descriptor3=None,
-    x_scale=None,  # of a product of fp8: fp32 of each row of x, or of all with stride 0
+    x_scale=None,  # fp8 only: fp32, one per row of x, or one for all with stride 0
     stride_xs=None,
     w_scale=None,
     stride_ws=None,

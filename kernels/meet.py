@@ -1,9 +1,9 @@
-"""A barrier of ranks on their streams, which host-sequenced engines on GPUs launch before and after their copies.
+"""A barrier of ranks on their streams. Host-driven engines on GPUs launch it before and after their copies.
 
-    stream of a rank     copy x to the own slot | meet | copies from peers' slots | meet | next call
+    stream of a rank     copy x to own slot | meet | copies from peers' slots | meet | next call
 
-What any rank enqueued before it is complete and visible before anything enqueued after it starts. It compares
-signatures, so ranks in different calls are found at once. One program, so it fits beside any other kernel.
+All work that any rank enqueued before it is complete and visible before any work enqueued after it starts. It compares
+signatures, so ranks in different calls are detected at once. It has one program, so it fits next to any other kernel.
 """
 
 import triton

@@ -1,25 +1,25 @@
-"""A dispatch and the matmul that its rows go into, in one launch: an expert's tiles start when its rows have come.
+"""A dispatch and the matmul of its rows in one launch: an expert's tiles start when its rows have arrived.
 
     x [T_r, K]  ->  rows [max_rows, K] of this rank's experts  ->  y [max_rows, N], by the weights of each row's expert
 
-What moves is as in moe_exchange.py: segments in chunks with a flag each, own rows too, into the receiver's slot.
-Programs 0 .. S-1 send before they multiply, the others only multiply. Two sources, three experts, time to the right;
-e.g. 0a is a chunk of rows of expert 0:
+Rows are pushed in segments as in moe_exchange.py, including a rank's own rows, into the receiver's slot. Segments are
+split into chunks with one flag each. Programs 0 .. S-1 send before they multiply, the others only multiply. Two
+sources, three experts, time to the right; e.g. 0a is a chunk of rows of expert 0:
 
     send       0a to 1 | 0a to 0 | 0b 1a to 1 | 0b 1a to 0 | 2a to 1 | ...     multiply, too
     multiply             tiles of expert 0            | tiles of expert 1 | tiles of expert 2
 
-A segment is in the order of experts, and the first chunk goes to all owners before the second goes to any: so at an
-owner expert 0 is complete long before the last expert is. A multiplying program waits, before its first tile of an
-expert, for the chunks of each source that hold rows of that expert, and for no others: it looks at all of them at once,
-and at one after another only if one is late. It reads the rows in the slot, by an index from where a row belongs to
-where it came. Where the weights' gradients need the rows, each tile of a row of tiles keeps a part of their columns.
+A segment is in expert order, and the first chunk goes to all owners before the second goes to any. So an owner's expert
+0 is complete long before its last expert. Before its first tile of an expert, a multiplying program waits only for the
+chunks that hold rows of that expert, from all sources: it polls all of them at once, and one by one only if some are
+late. It reads the rows in the slot, through an index from a row's place to where it arrived. If the weight gradients
+need the rows, each tile in a row of tiles stores a part of their columns.
 
-Chunks and tiles are taken one at a time, see Note [Tickets] in signals.py. Senders have the lower numbers, and never
-wait before all chunks are taken: one resident program a rank is enough.
+Chunks and tiles are taken one at a time, see Note [Tickets] in signals.py. Senders are the lowest-numbered programs,
+and do not wait before all chunks are taken: one resident program per rank is enough.
 
-Rows of slots are read by pointers (Note [Generic proxy]); tiles, their order and their sums are those of
-grouped_matmul.py, so the result has the same bits.
+Rows in slots are read by pointers (Note [Generic proxy]). Tiles, their order and their sums are those of
+grouped_matmul.py, so the results are bitwise equal.
 """
 
 import triton
@@ -31,7 +31,7 @@ from .matmul import tile_of
 from .moe_exchange import overflows, segment
 from .tiles import cdiv, copy_rows, inline, to_int64
 
-AT_ONCE = tl.constexpr(8)  # flags of each source
+AT_ONCE = tl.constexpr(8)  # flags per source that are polled at once
 
 
 @inline
@@ -113,18 +113,18 @@ def moe_dispatch_matmul_kernel(
     stride_xm,
     stride_xk,
     index,  # int32, row of x for each row that this rank sends, by (expert, choice)
-    begins,  # int32 [W + 1], which of those go to each owner
+    begins,  # int32 [W + 1], where the rows for each owner begin among those
     places,  # int32 [W], where this rank's rows begin in each owner's slot
-    blocks,  # int32 [W * E + 1], which rows of this rank's slot are of each source and expert
-    origins,  # int32 [max_rows], where in the slot each row came
-    offsets,  # int32 [E + 1], which rows are of each expert
+    blocks,  # int32 [W * E + 1], where the rows of each source and expert begin in this rank's slot
+    origins,  # int32 [max_rows], where in the slot each row arrived
+    offsets,  # int32 [E + 1], where the rows of each expert begin
     totals,  # int32 [W], rows of each owner
     max_rows,
-    rows,  # contiguous, or None if they are not wanted
-    w,  # a pointer, or with TMA a descriptor, as w2
-    w2,  # of w's strides: gate and up; None of a plain matmul
+    rows,  # contiguous, or None if not needed
+    w,  # a pointer, or with TMA a descriptor, as is w2
+    w2,  # with w's strides: w and w2 are gate and up; None in a plain matmul
     strides,  # (stride_we, stride_wn, stride_wk)
-    y,  # contiguous, as are the two products, which are None if not wanted
+    y,  # contiguous, as are the two products, which are None if not needed
     gate_out,
     up_out,
     E,
@@ -140,7 +140,7 @@ def moe_dispatch_matmul_kernel(
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
     HALVES: tl.constexpr,
-    ACT: tl.constexpr,  # of a gated matmul, "" of another
+    ACT: tl.constexpr,  # activation of a gated matmul, else ""
     PRECISION: tl.constexpr = "ieee",
     TMA: tl.constexpr = False,
     ACROSS: tl.constexpr = False,
@@ -160,7 +160,7 @@ def moe_dispatch_matmul_kernel(
     if rows is not None:
         num_cols = tl.maximum(num_cols, 1)
     kept = cdiv(cdiv(K, num_cols), BLOCK_K) * BLOCK_K
-    done = tl.full((), 0, tl.int32)  # tiles of the experts before
+    done = tl.full((), 0, tl.int32)  # tiles of earlier experts
     end = first_row(offsets, max_rows)
     ticket = signals.take(peers, signals.TILE)
     for expert in range(E):

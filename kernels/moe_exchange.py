@@ -3,34 +3,35 @@
     dispatch   x [T_r, K]        -> rows [max_rows, K] of this rank's experts
     combine    y [max_rows, N]   -> out [T_r, N], the weighted sum of each token's choices
 
-In a dispatch owners pull. Every rank publishes its x once, in its own slot, with one flag at every peer when all of it
-is there; an owner reads the rows that it wants where they lie and stores them where they belong. Rank 1 of 4:
+In a dispatch, owners pull. Every rank publishes its x once, in its own slot, and sets one flag at every peer when all
+of x is there. An owner reads the rows that it needs in place and stores each at its final position. Rank 1 of 4:
 
-    publish    x_1 to the own slot, block by block         never waits
+    publish    x_1 to its own slot, block by block         never waits
     pull       from x_1    from slot 2    from slot 3    from slot 0
                no wait     all of x_2     all of x_3     all of x_0
 
-Each owner reads one contiguous range of each source's order, which all ranks have; but the tokens lie all over x, so a
-program waits for all of a source before it reads a row. Rows that are pushed, k to a token, are copied twice, as their
-receiver must bring them in order, and a slot must have room for all that a routing may send to one.
+Each owner reads one contiguous range of each source's order, which all ranks have. But its tokens are scattered over x,
+so a program waits for all of a source before it reads a row. Pushed rows, k per token, would be copied twice, because
+their receiver must reorder them, and a slot would need room for everything that a routing may send to one rank.
 
-    orders     choices of one source by (expert, choice)  ->  choice // (choices that a row of x is of): its row of x
+    orders     choices of one source by (expert, choice)  ->  choice // (choices per row of x): its row of x
     arrivals   rows by (source, expert, choice)           ->  by (expert, source, choice)
 
-Peers may still read a slot when its rank has left the call. They arrive in the next call when they have left this one
-too, and no rank writes the slot again before all have arrived there: see Note [Two rotating buffers] in signals.py.
+Peers may still read a slot after its rank has left the call. They arrive in the next call only after they have left
+this one, and no rank writes the slot again before all have arrived there: see Note [Two rotating buffers] in
+signals.py.
 
-A combine pushes segments: what one rank has for another lies in one piece in the receiver's slot, in an order that both
-know. It travels in parts of the columns with a flag each, so that one part is summed while the next one is on its way.
-An index says from where the sender takes each row. Its own rows go through its own slot too, so that a token's choices
-are all in one place.
+A combine pushes segments: all rows from one rank to another form one segment of the receiver's slot, in an order that
+both know. A segment is sent in parts of the columns with one flag each, so that one part is summed while the next one
+is in flight. An index tells the sender where to read each row. A rank's own rows go through its own slot too, so that
+all of a token's choices are in one place.
 
     combine    rows of one source         ->  by (expert, choice)       ->  a token's choices, one by one
 
-Programs 0 .. S-1, the first to start, publish or send before they receive, as others do at once. Blocks are taken as
-programs become free (Note [Tickets] in signals.py), and one of those programs waits only when all that is sent has been
-taken and it has published its own; so one resident program a rank is enough. A flag is set by who has stored the last
-block of what it stands for: Note [One flag of many programs] there.
+Programs 0 .. S-1, which start first, publish or send before they receive; the others receive at once. Blocks are taken
+as programs become free (Note [Tickets] in signals.py). A sending program waits only when all blocks to be sent have
+been taken and it has published its own, so one resident program per rank is enough. The program that stores the last
+block covered by a flag sets the flag: Note [One flag of many programs] there.
 """
 
 import triton
@@ -67,8 +68,8 @@ def push_segments(
     stride_xm,
     stride_xk,
     index,  # row of x for each row of the segments
-    begins,  # [W + 1]: segment of each receiver
-    places,  # [W]: where in each receiver's slot
+    begins,  # [W + 1]: where the segment for each receiver begins
+    places,  # [W]: where it belongs in the receiver's slot
     K,
     part_columns,
     BLOCK_M: tl.constexpr,
@@ -84,7 +85,7 @@ def push_segments(
         signals.arrive(peers)
     stored = tl.full((), -1, tl.int32)  # part * world + receiver
     held, blocks_of_stored = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    done = tl.full((), 0, tl.int32)  # blocks of the segments before
+    done = tl.full((), 0, tl.int32)  # blocks of earlier segments
     piece = signals.take(peers, signals.PUSH)
     for part in range(cdiv(K, part_columns)):
         first = part * part_columns
@@ -92,7 +93,7 @@ def push_segments(
         for step in range(1, world + 1):
             dst = (signals.rank_of(peers) + step) % world
             begin, count = segment(begins, dst)
-            blocks = tl.maximum(cdiv(count, BLOCK_M), 1)  # an empty one is published, too
+            blocks = tl.maximum(cdiv(count, BLOCK_M), 1)  # an empty segment is published, too
             if piece < done + blocks:
                 out = signals.slot(peers, dst).to(tl.pointer_type(x.dtype.element_ty))
                 out = tl.multiple_of(out, 16) + to_int64(tl.load(places + dst)) * K + first
@@ -164,12 +165,12 @@ def publish_rows(
 
 @inline
 def pull_block(
-    x,  # of the source: its x, or its slot
+    x,  # the source's x, or its slot
     stride_xm,
     stride_xk,
-    wanted,  # its slots that chose this rank's experts
+    wanted,  # the source's choices of this rank's experts
     choices_per_row,
-    arrivals,  # of its rows
+    arrivals,  # of the source's rows
     count,
     rows,
     K,
@@ -192,12 +193,12 @@ def moe_dispatch_kernel(
     x,
     stride_xm,
     stride_xk,
-    choices_per_row,  # how many neighbouring choices a row of x stands for
-    begins,  # int32 [W + 1], which of this rank's rows go to each owner
+    choices_per_row,  # number of consecutive choices that share a row of x
+    begins,  # int32 [W + 1], where the rows for each owner begin in this rank's order
     orders,  # int32, every rank's choices by (expert, choice), one rank after another
     in_sources,  # int32 [W], where this rank's rows begin in each source's order
-    sources,  # int32 [W + 1], which of this rank's rows, by (source, expert, choice), are of each source
-    arrivals,  # int32 [max_rows], where each of them belongs
+    sources,  # int32 [W + 1], where each source's rows begin among this rank's, by (source, expert, choice)
+    arrivals,  # int32 [max_rows], the final position of each of these
     totals,  # int32 [W], rows of each owner
     max_rows,
     rows,  # contiguous
@@ -216,7 +217,7 @@ def moe_dispatch_kernel(
     if tl.program_id(0) < send_programs:
         publish_rows(peers, sizes, begins, choices_per_row, x, stride_xm, stride_xk, K, BLOCK_M, BLOCK_K)
     rank = signals.rank_of(peers)
-    done = tl.full((), 0, tl.int32)  # blocks of the sources before
+    done = tl.full((), 0, tl.int32)  # blocks of earlier sources
     ticket = signals.take(peers, signals.TILE)
     for step in range(world):
         src = (rank + step) % world
@@ -251,7 +252,7 @@ def moe_dispatch_kernel(
 def sum_choices(
     pushed,  # rows [arrived, N] of this rank's slot
     arrived,
-    choices,  # int32 [T, TOP_K], where in the slot each choice's row is; past the last one of a dropped choice
+    choices,  # int32 [T, TOP_K], where in the slot each choice's row is; past the last row if it is dropped
     weights,  # fp32 [T, TOP_K], or None for ones
     out,  # contiguous [T, N]
     T,
@@ -290,12 +291,12 @@ def moe_combine_kernel(
     stride_ym,
     stride_yn,
     arrivals,  # int32, row of y for each row that this rank sends, by (source, expert, choice)
-    sources,  # int32 [W + 1], which of those go to each source
+    sources,  # int32 [W + 1], where the rows for each source begin among those
     places,  # int32 [W], where this rank's rows begin in each source's slot
-    begins,  # int32 [W + 1], which rows of this rank's slot are of each owner
+    begins,  # int32 [W + 1], where each owner's rows begin in this rank's slot
     totals,  # int32 [W], rows of each owner
     max_rows,
-    choices,  # int32 [T, TOP_K], where in the slot each choice's row is; past the last one of a dropped choice
+    choices,  # int32 [T, TOP_K], where in the slot each choice's row is; past the last row if it is dropped
     weights,  # fp32 [T, TOP_K], or None for ones
     out,  # contiguous [T, N]
     T,

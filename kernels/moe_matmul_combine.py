@@ -1,27 +1,27 @@
-"""The last matmul of a mixture of experts and its combine in one launch: rows travel home as their tiles get done.
+"""The last matmul of a mixture of experts and its combine in one launch: rows are sent home as their tiles finish.
 
-    h     [R, K]       this rank's rows, expert-major, as grouped_matmul.py has them
+    h     [R, K]       this rank's rows, expert-major, as in grouped_matmul.py
     w     [E, N, K]    of this rank's experts
-    out   [T_r, N]     sum over a token's choices of weight * (h[row] @ w[e].T), as moe_exchange.py has it
+    out   [T_r, N]     sum over a token's choices of weight * (h[row] @ w[e].T), as in moe_exchange.py
 
-or, of a gated MLP's two gradients on their way back, of (h[row] @ w[e].T + h2[row] @ w2[e].T), without weights.
+In the backward of a gated MLP, it sums (h[row] @ w[e].T + h2[row] @ w2[e].T) for its two gradients, without weights.
 
-A tile's epilogue stores each row where it belongs: in the slot of the rank whose token it is, where the choice stands
-in that rank's order. The first part of all columns comes before the second. For a token's choices are spread over all
-experts and owners: by rows no sum could begin before nearly all are done; by columns a quarter of every sum can begin
-after a quarter of the products. All programs do both, as the tickets come (Note [Tickets] in signals.py):
+A tile's epilogue stores each row at its destination: in the slot of its token's rank, at the choice's position in that
+rank's order. Columns are processed part by part. A token's choices are spread over all experts and owners, so with a
+split by rows no sum could begin before nearly all products are done. With a split by columns, a quarter of every sum
+can begin after a quarter of the products. All programs do both, in ticket order (Note [Tickets] in signals.py):
 
     products of part 0 | of part 1 | sums of part 0 | products of part 2 | sums of part 1 | ... | sums of the last part
 
-So who sums a part finds it there: it has been sent while the next one was multiplied. A program counts its tiles out of
-a part when it has stored all of them, before it waits for anything; flag p of a rank is part p of all that it sends,
-Note [One flag of many programs] in signals.py. The products that a wait is for are taken before that wait: one resident
-program a rank is enough.
+So a part has usually arrived when it is summed: it was in flight while the next one was multiplied. When a program has
+stored all of its tiles of a part, it adds them to the count of finished ones, before it waits for anything. Flag p of a
+rank covers part p of everything it sends, Note [One flag of many programs] in signals.py. The products that a wait
+needs are taken before that wait: one resident program per rank is enough.
 
-Tiles and sums are those of the two kernels one after another, and the product is rounded to its dtype before it
-travels: so the results are the same bits.
+Tiles and sums are those of the two separate kernels, and the product is rounded to its dtype before it is sent, so the
+results are bitwise equal.
 
-Source: the cut by columns is COMET's, Zhang et al. 2025 (arXiv 2502.19811), section 3.1.
+Source: the split by columns is COMET's, Zhang et al. 2025 (arXiv 2502.19811), section 3.1.
 """
 
 import triton
@@ -65,16 +65,16 @@ def moe_matmul_combine_kernel(
     peers,
     x,  # pointers, or TMA descriptors: see Note [Groups by TMA] in grouped_matmul.py
     w,
-    x2,  # a second product, added to the first, with the strides of that; or None, as w2
+    x2,  # x2 and w2: a second product with the same strides, added to the first; or None
     w2,
     strides,  # (stride_xm, stride_xk, stride_we, stride_wn, stride_wk)
     offsets,  # int32 [E + 1], of this rank's experts
-    to,  # int32 [R], the rank whose token each row is
-    at,  # int32 [R], where the row belongs in that rank's slot
-    begins,  # int32 [W + 1], which rows of this rank's slot are of each owner
+    to,  # int32 [R], the rank of each row's token
+    at,  # int32 [R], the row's place in that rank's slot
+    begins,  # int32 [W + 1], where each owner's rows begin in this rank's slot
     totals,  # int32 [W], rows of each owner
     max_rows,
-    choices,  # int32 [T, TOP_K], where in the slot each choice's row is; past the last one of a dropped choice
+    choices,  # int32 [T, TOP_K], where in the slot each choice's row is; past the last row if it is dropped
     weights,  # fp32 [T, TOP_K], or None for ones
     out,  # contiguous [T, N]
     E,
@@ -82,15 +82,15 @@ def moe_matmul_combine_kernel(
     T,
     N,
     K,
-    part_tiles,  # of the columns
-    pieces,  # of a part's sums; piece i has every `pieces`-th block of tokens from i on
+    part_tiles,  # tiles of columns in a part
+    pieces,  # of a part's sums; piece i takes every `pieces`-th block of tokens from i on
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PART_M: tl.constexpr,  # tokens that are summed at once
     EVEN_K: tl.constexpr,
-    HALVES: tl.constexpr = False,  # of a tile's columns end one after another, so that fewer registers do
+    HALVES: tl.constexpr = False,  # finish a tile's columns in two halves, which takes fewer registers
     PRECISION: tl.constexpr = "ieee",
     TMA: tl.constexpr = False,
     X_TMA: tl.constexpr = False,
@@ -111,7 +111,7 @@ def moe_matmul_combine_kernel(
         if blocks == 0:
             for part in range(parts):
                 signals.publish_to_all(peers, part)
-    done = tl.full((), 0, tl.int32)  # tickets of what comes before
+    done = tl.full((), 0, tl.int32)  # tickets of earlier work
     ticket = signals.take(peers, signals.TILE)
     for part in range(parts + 1):
         first_col = part * part_tiles

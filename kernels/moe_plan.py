@@ -1,7 +1,7 @@
-"""The plan of a mixture of experts on the device: a rank's choices in order, where rows come from and go to, and what
-of that is one round's.
+"""The routing plan of a mixture of experts on the device: sort a rank's choices, index where rows come from and go to,
+and select one round of an exchange in rounds.
 
-What the words mean stands in fusedtp/ops/moe/plan.py, with the same in torch, which is how a CPU makes it.
+fusedtp/ops/moe/plan.py defines the terms and has the same in torch, which CPU ranks use.
 """
 
 import triton

@@ -1,22 +1,22 @@
 """Sums and copies by the NVLink switch (NVLink SHARP, PTX's `multimem`): one access to the memory of all ranks.
 
-A multicast address stands for the same place in the slots of all ranks. A load by it returns the sum of what they hold
-there, a store writes to all of them. It takes 16 bytes a lane here, at multiples of 16 bytes.
+A multicast address refers to the same location in the slots of all ranks. A load from it returns the sum over ranks, a
+store to it writes to all of them. Accesses here are 16 bytes per lane, at multiples of 16 bytes.
 
-Note [Two addresses of one memory]: a rank's own address of its slot and the multicast address are two proxies to the
-memory model. Beside the signal it wants a fence between what was stored by the one and an access by the other, on
-either side of the signal, of each thread that accesses.
+Note [Two addresses of one memory]: in the memory model, a rank's own address of its slot and the multicast address are
+different proxies. In addition to the signal, a proxy fence is needed between a store by one address and an access by
+the other: on both sides of the signal, by each thread that accesses the memory.
 
-Note [Sums of the switch]: of 16-bit elements in fp32, rounded once to the element. In which order is the switch's
-affair, and so are last bits.
+Note [Sums of the switch]: the switch sums 16-bit elements in fp32 and rounds once to the element. It chooses the order
+of the sum, so the last bits may vary.
 
-Note [One thread a piece]: if a tile has fewer pieces than a program has threads, several threads hold the same one.
-Triton's own stores are then done by one of them. Inline code is run by all, and a sum that takes the place of what it
-sums would be summed again. So a tile here has a piece for each thread, many of them masked where there is little to
-do.
+Note [One thread a piece]: if a tile has fewer pieces than a program has threads, several threads hold the same piece.
+Triton's own stores are then done by one of them. But inline assembly runs in all of them, and a sum that overwrites its
+operands would be summed again. So a tile here has at least one piece per thread, many of them masked if there is little
+to do.
 
-Note [Without a switch]: where there is no multicast address (ranks that share a GPU, ranks without one), the slots are
-read one by one in rank order and written one by one. What asks for it is the same code, and `multicast` is None.
+Note [Without a switch]: if there is no multicast address (ranks that share a GPU, ranks without one), the slots are
+read one by one in rank order and written one by one. Callers use the same code, with `multicast` None.
 
 PTX ISA 8.8, sections 9.7.9.14 (multimem) and 8.3 (proxies).
 """
@@ -26,7 +26,7 @@ import triton.language as tl
 from . import signals
 from .tiles import inline, narrow, widen
 
-# words $0 to $3, from address $4, if $5
+# loads words $0 to $3 from address $4, if $5
 _LOAD = """{{
     .reg .pred %exists;
     setp.ne.b32 %exists, $5, 0;
@@ -35,7 +35,7 @@ _LOAD = """{{
 LOAD_FP32 = tl.constexpr(_LOAD.format("v4.f32"))
 LOAD_FP16 = tl.constexpr(_LOAD.format("acc::f32.v4.f16x2"))
 LOAD_BF16 = tl.constexpr(_LOAD.format("acc::f32.v4.bf16x2"))
-# words $2 to $5, to address $1, if $6
+# stores words $2 to $5 to address $1, if $6
 STORE = tl.constexpr("""{
     .reg .pred %exists;
     setp.ne.b32 %exists, $6, 0;

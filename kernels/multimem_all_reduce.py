@@ -4,22 +4,22 @@
     w        [N, K_r]
     y        [T, N]      the same bits on every rank
 
-Partials stay in the own slot, where the switch sums them (multimem.py): a rank receives every sum once, instead of all
-partials of its part of the rows and then the parts of the others.
+Partials stay in the rank's own slot, where the switch sums them (multimem.py): a rank receives every sum once, instead
+of all partials of its rows and then the sums of the other rows.
 
 Chunk c is `group` consecutive tiles, and rank c % W owns it. All ranks multiply all chunks, in the same order:
 
-    rank 1 of 4     products of   0  1  2  3  4  5  6  7  8  9 10 11          into the own slot
+    rank 1 of 4     products of   0  1  2  3  4  5  6  7  8  9 10 11          into its own slot
                     sums of                      1           5        9       by the switch, into all slots
                     copies of                             0  1  2  3 ...      into y
 
-A program that has multiplied chunk c sums, if it is this rank's, the one `behind` chunks before, and copies the one as
-many before that. Sums and copies that are left at the end are work of their own, and these sums are cut into parts. All
-is handed out in that order (Note [Tickets] in signals.py): a chunk is waited for only after it was taken, and a program
-that waits has published what it stored. So one resident program a rank is enough.
+A program that has multiplied chunk c then sums chunk c - behind, if this rank owns it, and copies chunk c - 2 * behind.
+The remaining sums and copies at the end are separate pieces of work, and these sums are split into parts. Work is
+handed out in this order (Note [Tickets] in signals.py): a chunk is waited for only after it was taken, and a program
+publishes its stores before it waits. So one resident program per rank is enough.
 
-A sum takes the place of the partials, which only the owner reads. The switch rounds it to the element, and that is y;
-so the bias is in the partial of rank 0. All ranks have the same bits, since one rank stores a sum for all.
+A sum overwrites the partials, which only the owner reads. The switch rounds it to the element, and that is y; so the
+bias must be added to rank 0's partial. All ranks have the same bits, because one rank stores each sum for all.
 """
 
 import triton
@@ -56,21 +56,21 @@ def multimem_all_reduce_kernel(
     group,
     behind,
     parts,
-    height,  # rows of a tile that a part has
-    flags,  # the first of the sums'
+    height,  # rows of a tile in a part
+    flags,  # the first flag of the sums
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     PART_M: tl.constexpr,  # rows of a tile that are copied at once
-    SUM_M: tl.constexpr,  # and summed
+    SUM_M: tl.constexpr,  # rows of a tile that are summed at once
     PRODUCTS: tl.constexpr,
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr = False,
     X_TMA: tl.constexpr = False,
-    ACROSS: tl.constexpr = False,  # w by TMA, as a [K, N]
-    w_descriptor0=None,  # with TMA that of w
-    x_descriptor0=None,  # with X_TMA that of x
+    ACROSS: tl.constexpr = False,  # w by TMA, as [K, N]
+    w_descriptor0=None,  # with TMA: of w
+    x_descriptor0=None,  # with X_TMA: of x
 ):
     """A slot holds [M, stride]: the own partials, then the sums. Flag c is chunk c of a source, `flags` + i a sum."""
     if signals.failed(peers):
@@ -88,7 +88,7 @@ def multimem_all_reduce_kernel(
     num_rows, num_cols = cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)
     tiles = num_rows * num_cols
     chunks = cdiv(tiles, group)
-    whole = tl.maximum(chunks - behind, 0)  # chunks whose sums are not cut
+    whole = tl.maximum(chunks - behind, 0)  # chunks with sums that are not split
     owned, begun = cdiv(tl.maximum(chunks - rank, 0), world), cdiv(tl.maximum(whole - rank, 0), world)
     left = (owned - begun) * parts
     copied = tl.maximum(chunks - 2 * behind, 0)
@@ -123,7 +123,7 @@ def multimem_all_reduce_kernel(
                     tl.float32,
                 )
                 if bias is not None:
-                    if rank == 0:  # a branch: with a mask for it the sums of a large tile do not fit the registers
+                    if rank == 0:  # a branch: with a mask, the sums of a large tile would not fit in the registers
                         value = add_bias(value, bias, cols, cols < N)
                 at = rows.to(tl.int64)[:, None] * stride + cols[None, :]
                 tl.store(slot + at, narrow(value, element), mask=(rows < M)[:, None] & (cols < stride)[None, :])

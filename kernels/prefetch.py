@@ -1,9 +1,9 @@
-"""Weights on their way into the cache while a program still waits for peers.
+"""Prefetch weights into the L2 cache while a program waits for peers.
 
-A kernel that gathers few rows is as fast as its weights come from memory, and it loads nothing while it waits for rows.
-So before it waits, each program names the first columns of one block of a weight. Any program may multiply that block:
-all SMs share the L2 cache. A program names no more than memory delivers during such a wait. A prefetch returns nothing,
-orders nothing and changes no memory: without it a kernel is only slower.
+A kernel that gathers few rows is bound by loading its weights, and it loads nothing while it waits for rows. So before
+it waits, each program prefetches the first columns of one block of a weight. Any program may multiply that block: all
+SMs share the L2 cache. A program prefetches no more than memory delivers during such a wait. A prefetch returns
+nothing, orders nothing and changes no memory: without it a kernel is only slower.
 
 PTX ISA 8.8, section 9.7.9.15 (prefetch).
 """
@@ -13,8 +13,8 @@ import triton.language as tl
 from .tiles import INTERPRETED, inline, to_int64
 
 LINE = tl.constexpr(128)  # bytes that a prefetch brings
-LINES = tl.constexpr(512)  # of a program: 64 KiB
-MOST_ROWS = tl.constexpr(32)  # of x, for which it pays: what more rows take to travel would wait for the weights
+LINES = tl.constexpr(512)  # per program: 64 KiB
+MOST_ROWS = tl.constexpr(32)  # rows of x up to which it pays off: transfers of more rows would wait for the weights
 
 
 @inline

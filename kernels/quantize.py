@@ -1,8 +1,8 @@
-"""fp8 of a matrix, with scales that are powers of two: what `quantize`, `values_of` and `largest_of` of
-fusedtp/ops/fp8.py say, and `pack` and `unpack` of fusedtp/ops/moe/fp8.py, bit for bit, each by one kernel.
+"""Quantize a matrix to fp8 with power-of-two scales. The kernels are bitwise equal to `quantize`, `values_of` and
+`largest_of` of fusedtp/ops/fp8.py and to `pack` and `unpack` of fusedtp/ops/moe/fp8.py; one kernel for each.
 
-A row's scale needs the whole row: it is read once where a program holds it, and twice where not. Rows to experts have a
-scale for each block of columns, which a program holds.
+A row's scale needs the whole row: it is read once if a program can hold it, else twice. Rows sent to experts have a
+scale for each block of columns, which a program can hold.
 """
 
 import triton
@@ -66,10 +66,10 @@ def fp8_bits(x, kind: tl.constexpr):
     The least significant bit is one of fp32's where fp8 is normal; below, it is the last one of the sum with a number
     that has no bits after it.
     """
-    CUT: tl.constexpr = 20 if kind == tl.float8e4nv else 21  # bits of fp32's mantissa that fp8's lacks
-    BIAS: tl.constexpr = 120 if kind == tl.float8e4nv else 112  # between the exponents
-    LEAST: tl.constexpr = 2.0**-6 if kind == tl.float8e4nv else 2.0**-14  # of the normal numbers
-    AWAY: tl.constexpr = 2.0**14 if kind == tl.float8e4nv else 2.0**7  # whose unit is fp8's least number
+    CUT: tl.constexpr = 20 if kind == tl.float8e4nv else 21  # mantissa bits that fp8 lacks compared with fp32
+    BIAS: tl.constexpr = 120 if kind == tl.float8e4nv else 112  # difference of the exponent biases
+    LEAST: tl.constexpr = 2.0**-6 if kind == tl.float8e4nv else 2.0**-14  # smallest normal number
+    AWAY: tl.constexpr = 2.0**14 if kind == tl.float8e4nv else 2.0**7  # its ulp in fp32 is fp8's smallest subnormal
     magnitude = tl.abs(x)
     bits = magnitude.to(tl.uint32, bitcast=True)
     normal = ((bits + (1 << (CUT - 1)) - 1 + ((bits >> CUT) & 1)) >> CUT) - (BIAS << (23 - CUT))
@@ -87,7 +87,7 @@ def quantize_kernel(
     given,  # one fp32, a power of two, or None
     values,  # fp8, rows contiguous
     stride_v,
-    scales,  # fp32, COPIES of each row's; None where one is given
+    scales,  # fp32, COPIES of each row's scale; None if a scale is given
     stride_s,
     M,
     K,
@@ -140,7 +140,7 @@ def largest_kernel(
     x,  # [M, K], any strides
     stride_xm,
     stride_xk,
-    parts,  # fp32, one of each program
+    parts,  # fp32, one per program
     M,
     K,
     ROWS: tl.constexpr,
@@ -163,7 +163,7 @@ def pack_kernel(
     stride_xm,
     stride_xk,
     values,  # e4m3 of packed rows
-    scales,  # fp32 of packed rows, from behind the values of the first one on
+    scales,  # fp32 of packed rows, starting after the values of the first row
     row_bytes,
     T,
     K,
@@ -190,7 +190,7 @@ def pack_kernel(
 
 @triton.jit
 def unpack_kernel(
-    values,  # e4m3 of packed rows, and their scales, as pack_kernel has them
+    values,  # e4m3 of packed rows, and their scales, as in pack_kernel
     scales,
     row_bytes,
     y,  # contiguous [T, K]

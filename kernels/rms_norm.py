@@ -1,6 +1,6 @@
-"""RMSNorm, with the residual sum that comes before it, forward and backward: each tensor is read and written once.
+"""RMSNorm with the preceding residual sum, forward and backward: each tensor is read and written once.
 
-Rows are whole in a program: H is at most what BLOCK covers. Sums are fp32, results rounded once.
+A program holds whole rows: H is at most BLOCK. Sums are fp32, results are rounded once.
 """
 
 import triton
@@ -31,7 +31,7 @@ def rms_norm_kernel(
     stride_r,
     weight,
     y,  # contiguous, as is `total`
-    total,  # x + residual, as it is rounded; None without a residual
+    total,  # x + residual, rounded; None without a residual
     inverse_rms,  # fp32 [T]
     T,
     H,
@@ -71,7 +71,7 @@ def rms_norm_backward_kernel(
     H,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,  # of rows that are on their way at once
+    STAGES: tl.constexpr,  # number of row loads in flight
 ):
     """dx = r (g - h r^2 mean(g h)) (+ dtotal) with g = dy weight; dweight = sum over rows of dy h r.
 

@@ -1,7 +1,7 @@
-"""RMSNorm of rows that no program holds at once: two passes over a row, the second from cache.
+"""RMSNorm of rows that are too wide for a program's registers: two passes over a row, the second from cache.
 
-What rms_norm.py says of results holds here too. A row goes through registers BLOCK columns at a time. The sum of x and
-the residual is made in both passes rather than read back: another thread may have stored it.
+Results are as in rms_norm.py. A row passes through registers BLOCK columns at a time. Both passes compute the sum of x
+and the residual; the second cannot read it back, because another thread may have stored it.
 
 Tried and lost: a program that holds dweight of all columns in registers, in pieces, spills from 16384 columns on.
 """

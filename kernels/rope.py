@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys in one launch; the other way round it is its own backward."""
+"""Rotary position embedding of queries and keys in one launch; the backward is the same rotation reversed."""
 
 import triton
 import triton.language as tl
@@ -34,8 +34,8 @@ def rope_kernel(
     cos,  # fp32 [B or 1, S, HALF], contiguous
     sin,
     S,
-    stride_cos,  # of B; 0 where all sequences share their positions
-    SIGN: tl.constexpr,  # 1, or -1 the other way round
+    stride_cos,  # of B; 0 if all sequences share their positions
+    SIGN: tl.constexpr,  # 1, or -1 for the reverse rotation
     HALF: tl.constexpr,
     PAD: tl.constexpr,
     HEADS: tl.constexpr,

@@ -1,64 +1,68 @@
-"""What ranks say to each other inside a kernel: publish, wait, fail. Nothing else here names an order.
+"""Signals between ranks inside a kernel: publish, wait, fail. No other kernel file specifies a memory order.
 
-A rank's flag word belongs to one (source, chunk); the source sets it to the call's epoch, and it is never reset.
+Each of a rank's flag words belongs to one (source, chunk); the source sets it to the call's epoch, and it is never
+reset.
 
     source        stores of the data | block barrier | release of the flag at system scope
     destination   acquire spin on the flag, in its own memory | block barrier | loads of the data
 
-A rank that has entered a call says so, and which call it takes it for, in one word at every rank: its arrival, the
-epoch and a hash of the call's signature.
+When a rank enters a call, it writes its arrival to every rank, in one word: the epoch and a hash of the signature of
+the call that it is making.
 
-Note [All at once]: what goes to all ranks goes in one instruction, on a tile with one word per rank, and one looks
-for it. A loop over peers is a chain: each release waits for stores to land, the exchange before it among them, and
-each poll for memory. Here one barrier is enough, and the lanes of a warp release together.
+Note [All at once]: a signal to all ranks is one instruction on a tile with one word per rank, and so is a poll of all
+ranks. A loop over peers would be a chain: each release waits for earlier stores to land, including the atomic exchange
+for the previous peer, and each poll waits for memory. Here one barrier is enough, and the lanes of a warp release
+together.
 
-Note [Barrier before the release]: only the thread that issues the release is ordered by it. Before Triton 3.9
-the compiler puts no block barrier in front of a scalar release for the release's sake. In `publish` there happens
-to be one: the failure word, which one thread reads, is handed to all through shared memory, and 3.6's code is in
-order without `debug_barrier` too. No language rule promises that, so `publish` has its own.
+Note [Barrier before the release]: a release orders only the thread that issues it. Before Triton 3.9 the compiler adds
+no block barrier for a scalar release. `publish` happens to get one for another reason: one thread reads the failure
+word and broadcasts it through shared memory, so 3.6's code is ordered without `debug_barrier` too. The language does
+not guarantee that, so `publish` has its own barrier.
 
 Note [Modular compare]: a fast peer may already be a call ahead, and 2**31 calls wrap; so `seen - epoch >= 0`
 in int32, never `==`.
 
 Note [Two rotating buffers]: data and arrivals alternate between two places by the epoch's parity. A rank
-that runs call e + 2 has seen every peer arrive in call e + 1, so no peer still reads what call e left. That
+that runs call e + 2 has seen every peer arrive in call e + 1, so no peer still reads the data of call e. This
 holds only if in every call every rank arrives at every peer, and one of its programs waits for every peer's arrival,
-also with no rows.
+even with no rows.
 
 Note [Waits stand in outer loops]: the compiler's software pipeliner issues loads of later iterations early,
-across an acquire in the same loop. So a wait stands in a loop over shards or tiles, and the innermost loop, the
-only one that is pipelined, holds none.
+across an acquire in the same loop. So a wait belongs in a loop over shards or tiles, and the innermost loop, the
+only one that is pipelined, contains none.
 
-Note [Generic proxy]: what a peer wrote is read by pointer loads, which share the memory order of ordinary
-stores. TMA would need a proxy fence after the acquire, and on older compilers TMA stores have not landed when
+Note [Generic proxy]: data written by a peer is read by pointer loads, which share the memory order of ordinary
+stores. TMA would need a proxy fence after the acquire, and with older compilers TMA stores have not landed when
 the flag is released. So there are no descriptors and no fence here.
 
-Note [Strangers]: a rank that takes this call for another may never publish what is waited for here, nor may a third one
-that has failed because of it. So a wait that takes long looks at all arrivals, at the clock and for failures. That is
-four atomics in a row, during which it cannot see its flag; a short wait only polls. If a stranger does publish, what
-was read is garbage, and the program that waits for all arrivals finds out. A rank whose first program begins arrives,
-even if it fails in this very launch: else others would wait until their time is over.
+Note [Strangers]: a rank that is in a different call may never publish the awaited chunk, and neither may a third rank
+that has failed because of it. So a long wait also checks all arrivals, the clock and the failure word. These are four
+atomics in a row, during which it cannot see its flag, so a short wait only polls. If a stranger does publish, the data
+read is garbage, and the program that waits for all arrivals detects the mismatch. A rank arrives as soon as its first
+program begins, even if it fails in this very launch: otherwise the others would wait until they time out.
 
-Note [Tickets]: of work that any program of a rank can do, whoever is free takes the next piece, however many of them
-run. A piece that waits for peers is handed out only after all pieces of its own rank that have to be done before that
-wait can end anywhere, and a program that waits has published what it did: so one resident program a rank is enough.
+Note [Tickets]: any free program of a rank takes the next piece of work, however many programs are resident. A piece
+that waits for peers is handed out only after all of this rank's pieces that such a wait, on any rank, depends on, and a
+program publishes its finished work before it waits. So one resident program per rank is enough.
 
-Note [One flag of many programs]: what waits for all that a rank sends it, in this call or this part of it, need not
-look for each piece. The programs that store it count themselves, and the last one publishes: it has acquired what
-the others released, so its own release covers their stores too. It also clears the count, for the next call.
+Note [One flag of many programs]: a receiver that waits for everything a rank sends it, in this call or this part of it,
+need not wait for each piece. The programs that store the pieces count themselves, and the last one publishes: it has
+acquired what the others released, so its own release covers their stores too. It also clears the count for the next
+call.
 
-Note [The next call]: a call's number lies in the device's memory, so that a replayed CUDA graph counts on. No program
-may change it while another one of its launch reads it. So programs count themselves out, and the last one counts the
-call: what the others have read happens before, as each releases and the last acquires. A launch of its own in front of
-each kernel could do that too, but costs the host as much as the kernel's own. A failed call may not be counted.
+Note [The next call]: a call's number lives in device memory, so that a replayed CUDA graph advances it. No program
+may change it while another program of the launch reads it. So programs count themselves out, and the last one advances
+the number: all other reads happen before, because each program releases and the last one acquires. A separate launch
+before each kernel could do this too, but costs the host as much as the kernel's own launch. A failed call may not be
+counted.
 
-Note [A failed call]: a wait that times out, or meets another call's signature, is recorded by the first
-program it happens to. From then on waits return at once, no chunk is published, and later launches return
-before they do anything. What the call wrote to its outputs is garbage, which the host never hands out.
+Note [A failed call]: if a wait times out or meets another call's signature, the first program that notices records it.
+From then on waits return at once, no chunk is published, and later launches return before they do anything. The
+call's outputs are garbage; the host never returns them.
 
-Note [Odd integers]: the compiler specialises a kernel on integer arguments that are 1 or divisible by 16, entries
-of a tuple included, and those cannot be exempted. Integers on which a kernel must not depend travel as 2n + 3,
-which is neither: one compiled kernel serves every rank, every signature and every split of the rows.
+Note [Odd integers]: the compiler specialises a kernel on integer arguments that are 1 or divisible by 16, including
+entries of a tuple, which cannot be exempted. Integers on which a kernel must not depend are passed as 2n + 3, which is
+neither: one compiled kernel serves every rank, every signature and every split of the rows.
 """
 
 import time
@@ -75,10 +79,10 @@ TIMED_OUT = tl.constexpr(1)
 OTHER_SIGNATURE = tl.constexpr(2)
 OVERFLOW = tl.constexpr(3)
 CLOCK_WORD = tl.constexpr(7)
-# words behind the epoch; of DONE one for each (part, rank)
+# words after the epoch; DONE is an array with one word for each (part, rank)
 PUSH, TILE, LEFT, DONE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
-ARRIVAL = tl.constexpr(-1)  # in place of a chunk, in what is recorded
-# polls of a wait before it first looks at the clock, at arrivals and at failures; and between two such looks
+ARRIVAL = tl.constexpr(-1)  # recorded instead of a chunk
+# polls of a wait before it first checks the clock, arrivals and failures; and between two such checks
 QUICK = tl.constexpr(2 if INTERPRETED.value else 8)
 PATIENCE = tl.constexpr(4 if INTERPRETED.value else 1024)
 
@@ -121,7 +125,7 @@ def leave(peers):
 
     See Note [The next call].
     """
-    tl.debug_barrier()  # what this program's threads read of this call
+    tl.debug_barrier()  # after all reads of this call by this program's threads
     left = tl.atomic_add(peers.epoch + LEFT, 1, sem="acq_rel", scope="gpu")
     if left == tl.num_programs(0) - 1:
         tl.store(peers.epoch + PUSH, 0)
@@ -217,7 +221,7 @@ def arrive(peers):
     word = tl.load(peers.arrivals + rank, mask=exists, other=0).to(tl.pointer_type(tl.int64))
     word += (epoch & 1) * peers.world_size + rank_of(peers)
     arrival = (signature_of(peers).to(tl.int64) << 32) | (epoch.to(tl.int64) & 0xFFFFFFFF)
-    tl.debug_barrier()  # for what this program has recorded, if anything
+    tl.debug_barrier()  # after this program has recorded a failure, if any
     tl.atomic_xchg(word, arrival, mask=exists, sem="release", scope="sys")
 
 

@@ -1,4 +1,4 @@
-"""SwiGLU and GeGLU: act(gate) * up and its gradients, in fp32, rounded once, nothing kept but the inputs."""
+"""SwiGLU and GeGLU: act(gate) * up and its gradients, in fp32, rounded once; only the inputs are saved."""
 
 import triton
 import triton.language as tl

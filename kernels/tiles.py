@@ -1,13 +1,13 @@
-"""Tiles and rows: what every kernel shares and what does not involve other ranks.
+"""Tiles and rows: helpers that all kernels share and that do not involve other ranks.
 
-Note [bf16 under the interpreter]: the interpreter keeps bf16 as raw 16-bit integers. Copies are right; a sum or
-a product is not, and a cast from fp32 truncates. So bf16 is widened before arithmetic and rounded by hand.
-An fp8 is only bits there too, and what 3.6 makes of NaN is a number: it is decoded by hand.
+Note [bf16 under the interpreter]: the interpreter keeps bf16 as raw 16-bit integers. Copies are correct, but sums and
+products are not, and a cast from fp32 truncates. So bf16 is widened before arithmetic and rounded by hand.
+fp8 is raw bits there too, and 3.6 converts NaN to a number, so it is decoded by hand.
 
-Note [Device functions under the interpreter]: it sets up the whole language anew for each call of a jit function,
-about a millisecond, but runs a plain one as it stands. So kernels are `triton.jit`, and what they call is
-`inline`: jit when compiled, plain when interpreted. Such a function must not count on a plain assignment making
-a tensor of a number. `tl.cdiv` and `tl.zeros` are jit functions of Triton's own: `cdiv` and `tl.full` are not.
+Note [Device functions under the interpreter]: it patches the whole language again for each call of a jit function,
+which takes about a millisecond, but runs a plain function directly. So kernels are `triton.jit`, and the functions they
+call are `inline`: jit when compiled, plain when interpreted. Such a function must not rely on a plain assignment to
+turn a number into a tensor. `tl.cdiv` and `tl.zeros` are jit functions of Triton's own: `cdiv` and `tl.full` are not.
 """
 
 from collections.abc import Callable

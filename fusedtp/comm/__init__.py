@@ -1,4 +1,4 @@
-"""Worlds: symmetric memory, workspaces, signals and plain collectives of a group of ranks."""
+"""Communication: symmetric memory, workspaces, signals and plain collectives of a group of ranks."""
 
 from .communicator import (
     Communicator,

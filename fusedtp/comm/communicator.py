@@ -1,6 +1,6 @@
-"""A group as the operations see it, and the one registry: group name -> Communicator.
+"""A group as the operations see it, and the registry: group name -> Communicator.
 
-The first call for a group is collective (memory is mapped). What follows depends only on what all ranks share.
+The first call for a group is collective (memory is mapped). Later behaviour depends only on values all ranks share.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def copied(x: Tensor) -> Tensor:
 
 
 class Place(NamedTuple):
-    """Where this rank stands: all that shape checks and custom ops need to know of a group."""
+    """This rank's place in a group: everything that shape checks and custom ops need to know of it."""
 
     name: str
     rank: int
@@ -63,10 +63,10 @@ class Communicator:
         self.engine_calls: dict[tuple[str, str], int] = defaultdict(int)  # (operation, engine that ran) -> calls
         self.layer_calls: dict[tuple[str, str], int] = defaultdict(int)  # (kind of layer, engine that ran) -> calls
         self.plans: dict[Any, Any] = {}  # how operations run here, see ops/operation.py
-        self.kinds: dict[Any, Any] = {}  # calls of linear layers that were checked, see ops/linear_call.py
-        self.joint: dict[Any, bool] = {}  # whose gradients share a call, see ops/column_backward.py
+        self.kinds: dict[Any, Any] = {}  # linear-layer calls that have passed their checks, see ops/linear_call.py
+        self.joint: dict[Any, bool] = {}  # whether both gradients share a call, see ops/column_backward.py
         self.exchanges: dict[tuple[str, torch.dtype], str] = {}  # engines of experts, see ops/moe/plan.py
-        self.draws = Draws()  # of random numbers, for layers of which ranks have unequal parts
+        self.draws = Draws()  # random-number state for layers with unequal parts per rank
         self.timeline: list[tuple[str, float, float]] | None = None  # a list here receives (label, begin, end)
         self._workspace: Workspace | None = None
         self.fallback = self._fallback()
@@ -82,7 +82,7 @@ class Communicator:
                 self._workspace = Workspace(self.world)
             except (SignalTimeout, PeerFailed):
                 raise
-            except (OSError, RuntimeError) as error:  # on every rank, or on none
+            except (OSError, RuntimeError) as error:  # on all ranks or none
                 fault = str(error)
         if fault is not None and self.rank == 0:
             warnings.warn(f"fusedtp uses plain collectives for group {self.name!r}: {fault}", stacklevel=4)
@@ -96,7 +96,7 @@ class Communicator:
 
     @property
     def wait_seconds(self) -> float:
-        """Host time spent asleep in waits for peers, and in plain collectives."""
+        """Host time spent asleep waiting for peers, and in plain collectives."""
         asleep = 0.0 if self._workspace is None else self._workspace.wait_seconds
         return asleep + self._collective_seconds
 
@@ -106,7 +106,7 @@ class Communicator:
 
     @property
     def has_switch(self) -> bool:
-        """Whether a switch sums what all ranks' memories hold (NVLink SHARP). The same on all ranks."""
+        """Whether a switch can sum over all ranks' memories (NVLink SHARP). The same on all ranks."""
         return self.has_workspace and self.workspace.control.multicast != 0
 
     @property
@@ -115,16 +115,16 @@ class Communicator:
         return 0 if self._workspace is None else self._workspace.number
 
     def refuse(self, begun: int) -> None:
-        """Tell the peers of an error, unless a call has begun since there were `begun`: that one has told them."""
+        """Notify the peers of an error, unless a call has begun since `begun`: that call has notified them."""
         if self.has_workspace and self.workspace.number == begun:
             self.workspace.refuse()
 
     @contextmanager
     def agreed(self, signature: Signature) -> Iterator[None]:
-        """A call by plain collectives: check first that every rank is in it."""
+        """Wrap a call that uses plain collectives: check first that every rank is in it."""
         if self.has_workspace:
             workspace = self.workspace
-            always = workspace.on_cpu or self.world.shares_process  # it costs no kernel there
+            always = workspace.on_cpu or self.world.shares_process  # checking needs no kernel there
             if always or workspace.debug or workspace.number < COMPARED_CALLS:
                 with workspace.call(signature, 0) as call:
                     call.handshake()
@@ -141,7 +141,7 @@ class Communicator:
         yield
 
     def span(self, label: str) -> AbstractContextManager[None]:
-        """Record a stretch of host time in `timeline`, if one is being kept."""
+        """Record a span of host time in `timeline`, if there is one."""
         return _NO_SPAN if self.timeline is None else self._recorded(self.timeline, label)
 
     @contextmanager
@@ -161,7 +161,7 @@ class Communicator:
         return copied(x) if self.world_size == 1 else self._timed(self.world.all_gather, x, sizes)
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Rows for each rank in turn, sent[p] of them -> rows of each rank in turn, received[p]. No autograd."""
+        """sent[p] rows for each rank p in turn -> received[p] rows from each rank p in turn. No autograd."""
         return copied(x) if self.world_size == 1 else self._timed(self.world.all_to_all, x, sent, received)
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Tensor:
@@ -178,7 +178,7 @@ class Communicator:
 
 
 class AloneWorld:
-    """The world of calls without a group: one rank."""
+    """The world of calls without a group: a single rank."""
 
     rank, world_size, shares_process = 0, 1, False
 
@@ -224,7 +224,7 @@ def communicator(group: Group) -> Communicator:
 
 
 def _known(group: Group) -> Communicator | None:
-    """The one in the registry, if it is of that very group, not of a destroyed one of the same name; of a mesh none."""
+    """The registry's entry for this very group, not for a destroyed one of the same name. None for a mesh."""
     name = group if isinstance(group, str) else getattr(group, "group_name", None)
     if name is None:
         if isinstance(group, DeviceMesh):
@@ -249,21 +249,21 @@ def _not_a_group(given: object) -> TypeError:
 
 
 def _this_rank() -> str:
-    """The head of a message about a group that has no rank."""
+    """The prefix of an error message when the group's rank is unknown."""
     return f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
 
 
 def _forget(name: str, made: int) -> None:
-    """The group is gone, and with it its workspace."""
+    """Drop the entry of a group that no longer exists, and with it its workspace."""
     with _registry_lock:
         if name in _registry and id(_registry[name]) == made:
             gone = _registry.pop(name)
-            gone.plans.clear()  # which name the communicator
+            gone.plans.clear()  # they refer to the communicator
             gone.kinds.clear()
 
 
 def forget_broken(groups: Sequence[VirtualGroup]) -> None:
-    """All ends of a group, between runs of their ranks: begin anew if an error has left it unusable."""
+    """Between runs of a group's ranks: drop the group's entries if an error has left it unusable."""
     made = [found for group in groups if (found := _registry.get(group.group_name)) is not None]
     workspaces = [comm._workspace for comm in made if comm._workspace is not None]
     in_step = len(made) in (0, len(groups)) and len({workspace.number for workspace in workspaces}) <= 1
@@ -298,7 +298,7 @@ def alone(device_type: str) -> Place:
 
 
 def propagate_errors(at: Place) -> AbstractContextManager[None]:
-    """Around one operation: a rank that raises in here before any call has begun tells its peers (CPU).
+    """Around one operation: a rank that raises in here before any call has begun notifies its peers (CPU).
 
     They raise PeerFailed at once, and the group stays usable: Note [Refused calls] in workspace.py.
     """
@@ -316,7 +316,7 @@ class _PropagateErrors(AbstractContextManager[None]):
 
 
 def registered(name: str) -> Communicator:
-    """The Communicator of a group that `place` has been given; looked for anew if the group is gone."""
+    """The Communicator of a group that `place` has seen; resolved again if that group is gone."""
     found = _registry.get(name)
     return found if found is not None and found.world.group_ref() is not None else communicator(name)
 
@@ -324,7 +324,7 @@ def registered(name: str) -> Communicator:
 def reserve(group: Group, nbytes: int) -> None:
     """Grow the group's workspace so that each of its two slots holds `nbytes`. Collective.
 
-    Calls that need no more than this never allocate, as CUDA graph capture demands.
+    Calls that need no more than this never allocate, as CUDA graph capture requires.
     """
     comm = communicator(group)
     if comm.has_workspace:
@@ -333,9 +333,10 @@ def reserve(group: Group, nbytes: int) -> None:
 
 
 def check(group: Group) -> None:
-    """Raise what has made the group unusable, if anything has; call before an optimizer step.
+    """Raise the error that has made the group unusable, if any; call before an optimizer step.
 
-    SignalTimeout, or on a GPU SignatureMismatch: what a kernel recorded is seen once it has.
+    SignalTimeout; from a kernel also TooManyRows or, on a GPU, SignatureMismatch. A kernel's error is visible as soon
+    as the kernel has recorded it.
     """
     comm = communicator(group)
     if comm.has_workspace:
@@ -343,7 +344,7 @@ def check(group: Group) -> None:
 
 
 def set_timeout(group: Group, seconds: float) -> None:
-    """Bound every wait for a peer of this group (default 600 s: first-use compilation and slow data are no faults)."""
+    """Bound every wait for a peer of this group (default 600 s, enough for first-use compilation and slow data)."""
     if not seconds > 0:
         raise ValueError(f"timeout is {seconds} s; it must be positive")
     comm = communicator(group)

@@ -1,4 +1,4 @@
-"""What torch.compile takes for a constant, said without importing the compiler."""
+"""Mark functions as constants for torch.compile without importing the compiler."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def constant_to_compiler(function: Function) -> Function:
-    """Marks `function` as torch.compiler.assume_constant_result does: its result is a constant of the graph.
+    """Mark `function` like torch.compiler.assume_constant_result: its result is a constant of the graph.
 
-    torch's own decorator imports all of torch._dynamo first: a third of the time that `import fusedtp` would take, also
-    where nothing is ever compiled. tests/packaging/test_imports.py holds the two marks against each other.
+    torch's own decorator imports all of torch._dynamo: a third of the time of `import fusedtp`, even if nothing is ever
+    compiled. tests/packaging/test_imports.py compares the two marks.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

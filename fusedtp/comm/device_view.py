@@ -1,6 +1,6 @@
-"""What a kernel sees of its group, and the one kernel that belongs to the group itself: the one by which ranks meet.
+"""The device's view of a group, and the launch of the group's own kernel, a barrier (kernels/meet.py).
 
-Imports triton and the kernels lazily: groups without Triton work, by other means.
+Imports triton and the kernels lazily: groups work without Triton too, with other engines.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from .launching import Repeated, on
 
 @dataclass(frozen=True)
 class DeviceView:
-    """What a fused kernel sees of the world; addresses are of rank p's memory as mapped in this process."""
+    """The world as a fused kernel sees it; entry p is the address of rank p's memory as mapped in this process."""
 
     data_ptrs: Tensor  # int64 [W]
     flag_ptrs: Tensor  # int64 [W]
     arrival_ptrs: Tensor  # int64 [W]
-    epoch: Tensor  # int32 [epoch_words], own memory: the call's number, and what its kernel counts by: 0 between calls
-    status: Tensor  # int64 [8], where the host reads it: code, peer, chunk, wanted, seen
-    failure: Tensor  # int64 [8], on the device: kernels look here; on CPU the same as status
+    epoch: Tensor  # int32 [epoch_words], own memory: the call's number, and its kernel's counters, 0 between calls
+    status: Tensor  # int64 [8], in memory that the host reads: code, peer, chunk, wanted, seen
+    failure: Tensor  # int64 [8], on the device, where kernels read it; on CPU the same tensor as status
     slot_bytes: int
     flags_per_source: int
     timeout_s: float
-    ranks_per_device: int = 1  # that must run side by side: all of a virtual world on one GPU
-    multicast: Tensor | None = None  # int64 [1], of the data regions of all ranks: see kernels/multimem.py
-    meet: Callable[[], None] | None = None  # where ranks share a GPU: a barrier of their host threads
+    ranks_per_device: int = 1  # ranks that must run concurrently: all of a virtual world on one GPU
+    multicast: Tensor | None = None  # int64 [1], address of all ranks' data regions: see kernels/multimem.py
+    meet: Callable[[], None] | None = None  # if ranks share a GPU: a barrier of their host threads
 
     @cached_property
     def meetings(self) -> dict[int, Repeated]:
-        """Launches of kernels/meet.py by signature, as many as `meet` keeps."""
+        """Launches of kernels/meet.py by signature, cached by `meet`."""
         return {}
 
 
-MOST_PARTS = 8  # of a call, for which programs count themselves
-MOST_MEETINGS = 1024  # kept: with sizes that change from call to call so do signatures
+MOST_PARTS = 8  # of a call; each part has counters of finished programs
+MOST_MEETINGS = 1024  # cached; if sizes change from call to call, so do signatures
 
 
 def epoch_words(world_size: int) -> int:
-    """The call's number, three counts, and one for each part and rank: see Peers in kernels/signals.py."""
+    """The call's number, three counters, and one per part and rank: see Peers in kernels/signals.py."""
     return 4 + MOST_PARTS * world_size
 
 
 def odd(n: int) -> int:
-    """An integer on which the compiler does not specialise, see Note [Odd integers] in kernels/signals.py."""
+    """n as an integer that the compiler does not specialise on, see Note [Odd integers] in kernels/signals.py."""
     return 2 * n + 3
 
 
@@ -63,7 +63,7 @@ def clock_of(device: torch.device) -> str:
 
 @cache
 def runs_kernels(device: torch.device) -> bool:
-    """Whether the Triton kernels run on this GPU. All ranks of a group have the same installation."""
+    """Whether the Triton kernels run on this GPU. Assumes the same installation on all ranks of a group."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -71,14 +71,14 @@ def runs_kernels(device: torch.device) -> bool:
 
 @cache
 def _constant(value: Any) -> Any:
-    """tl.constexpr(value), the same object each time: what a launch is looked up by is compared by identity first."""
+    """tl.constexpr(value), the same object each time: looking up a launch compares identities first."""
     import triton.language as tl
 
     return tl.constexpr(value)
 
 
 def peers_of(view: Any, rank: int, world_size: int, sig: int, clock: str) -> Any:
-    """The view as the one argument that a kernel takes."""
+    """The view as a single kernel argument."""
     from fusedtp.kernels.signals import Peers
 
     return Peers(
@@ -100,12 +100,12 @@ def peers_of(view: Any, rank: int, world_size: int, sig: int, clock: str) -> Any
 
 
 def meet_options(clock: str) -> dict[str, int]:
-    """Compiler options of meet_kernel: CUDA's assembler spills for an occupancy that one program has no use for."""
+    """Compiler options of meet_kernel: by default ptxas spills to raise occupancy, which is useless for one program."""
     return {"maxnreg": 64} if clock == "cuda" else {}
 
 
 def meet(view: DeviceView, rank: int, world_size: int, sig: int) -> None:
-    """On the current stream: wait for all ranks of the group, and compare signatures. See kernels/meet.py."""
+    """On the current stream, wait for all ranks of the group and compare signatures. See kernels/meet.py."""
     device = view.epoch.device
     kernel = view.meetings.get(sig)
     if kernel is None:

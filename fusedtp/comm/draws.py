@@ -1,14 +1,14 @@
 """Random numbers of ranks that share a layer.
 
-    column-parallel    remember the generator's state
-    dropout on [T, N_r], of other sizes on other ranks: generators part
-    row-parallel       where the state has changed, seed the generator anew from what was remembered
+    column-parallel    save the generator's state
+    dropout on [T, N_r], with other sizes on other ranks: generators diverge
+    row-parallel       if the state has changed, reseed the generator from the saved state
 
-Ranks begin with the same state and draw the same numbers for whole tensors; that keeps tensors and parameters which
-every rank holds identical. Between two split layers a rank draws for its own columns only. Where ranks have different
-numbers of columns, their generators would stay apart from then on.
+Ranks start with the same state and draw the same numbers for whole tensors; this keeps replicated tensors and
+parameters identical. Between two split layers a rank draws only for its own columns. If ranks have different numbers of
+columns, their generators would differ from then on.
 
-Ranks that begin with other states may draw for their own columns, but not for whole tensors: `Watched` tells which.
+Ranks that start with different states may draw for their own columns, but not for whole tensors: `Watched` detects it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor
 
 
 class Draws:
-    """What one rank remembers of its generator while it works on a part of a layer."""
+    """Saves one rank's generator state while it works on its part of a layer."""
 
     def __init__(self) -> None:
         self._before: Tensor | None = None
 
     def part(self, device: torch.device) -> None:
-        """What is drawn from here on may be for a part of another size than other ranks have. The last call counts."""
+        """From here on, draws may be for a part whose size differs between ranks. The last call counts."""
         generator = _generator(device)
         self._before = None if generator is None else generator.get_state()
 
     def whole(self, device: torch.device, some_have_none: bool = False) -> None:
-        """Parts have been put together. some_have_none: some ranks have no columns and so draw nothing."""
+        """From here on, draws are for whole tensors. some_have_none: some ranks have no columns and draw nothing."""
         before, self._before = self._before, None
         generator = None if before is None else _generator(device)
         if before is None or generator is None:
@@ -41,10 +41,10 @@ class Draws:
 
 
 class Watched:
-    """Whether numbers are drawn for whole tensors in a forward.
+    """Detects whether a forward draws numbers for whole tensors.
 
-    part    what is drawn from here on is for this rank's columns, or for whole tensors again
-    drawn   whether some were drawn for whole tensors until now
+    part    from here on, draws are for this rank's columns (True) or for whole tensors (False)
+    drawn   whether any were drawn for whole tensors so far
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,13 +65,13 @@ class Watched:
 
 
 def states(device: torch.device) -> dict[str, Tensor]:
-    """Those of the generators that a forward on this device draws from."""
+    """The states of the generators that a forward on this device draws from."""
     found = {"cpu": torch.default_generator, device.type: _generator(device)}
     return {name: generator.get_state() for name, generator in found.items() if generator is not None}
 
 
 def _generator(device: torch.device) -> torch.Generator | None:
-    """The device's default one; None while a CUDA graph is captured, which has its own."""
+    """The device's default generator; None during CUDA graph capture, which has its own."""
     if device.type != "cuda":
         return torch.default_generator
     if torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""What a group's calls raise when the ranks of the group do not act together."""
+"""Errors of a group's calls when its ranks do not act together."""
 
 
 class SignalTimeout(RuntimeError):
@@ -10,11 +10,11 @@ class PeerDied(SignalTimeout):
 
 
 class PeerFailed(RuntimeError):
-    """A peer raised before an operation or in the middle of it, and said so before it left."""
+    """A peer raised before or during an operation, and notified the others before it left."""
 
 
 class TooManyRows(RuntimeError):
-    """More rows were routed to a rank's experts than it has room for; a kernel found it, on all ranks alike."""
+    """More rows were routed to a rank's experts than it has room for; a kernel found it, on all ranks."""
 
 
 class SignatureMismatch(ValueError):

@@ -1,21 +1,21 @@
-"""A kernel with its arguments, and how it is launched: the first time by Triton, then without.
+"""A kernel with its arguments, and its launch: the first one through Triton, later ones without.
 
-`kernel[grid](**arguments)` binds arguments by name, asks each what the compiler specialises on, and looks up what it
-compiled by the whole list. In an eager call that takes longer than all else. But of a tensor only dtype and alignment
-count, and everything else is the same from call to call; so a later launch hands the compiled kernel its addresses and
-nothing more.
+`kernel[grid](**arguments)` binds arguments by name, computes what the compiler specialises on for each, and looks up
+the compiled kernel by the whole list. In an eager call this dominates the host time. But only the dtype and alignment
+of a tensor matter, and everything else is the same from call to call. So a later launch passes only the addresses to
+the compiled kernel.
 
-The first launch of a kind goes through Triton, which compiles then. So does every launch with an address that is no
-multiple of 16 or while a hook watches launches (a profiler's), every one under the interpreter, and every one on AMD,
-where what is compiled depends on a tensor's size as well.
+The first launch of a kind goes through Triton, which compiles it. So does every launch with an address that is not a
+multiple of 16 or while a launch hook is set (by a profiler), every launch under the interpreter, and every launch on
+AMD, where the compiled code also depends on a tensor's size.
 
 Note [Below Triton's launcher]: Triton starts a compiled kernel through a launcher in Python, which allocates scratch
 memory and encodes each TMA descriptor in every call. Launches without descriptors, and launches that are alike, call
-the driver's binding directly, with the arguments that the launcher would pass, and keep encoded descriptors by address.
-Triton does not promise the launcher's attributes. If one is missing, if the number of arguments does not match, or if a
-kernel needs scratch memory, the launcher is called.
+the driver's binding directly, with the arguments that the launcher would pass, and cache encoded descriptors by
+address. The launcher's attributes are not a stable interface of Triton. If one is missing, if the number of arguments
+does not match, or if a kernel needs scratch memory, the launcher is called.
 
-Everything that imports triton is imported inside a function: `import fusedtp` works without it.
+Modules that import triton are imported inside functions, so that `import fusedtp` works without it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .copies import Sending
 from .streams import is_capturing
 
 MAX_TENSOR_MAPS = 4096  # encoded descriptors of one operand, one for each address
-MOST_KEPT = 4096  # launches that nobody else keeps: sizes are a part of their key, and some never come again
+MOST_KEPT = 4096  # cached launches without another owner; sizes are in the key, and some never recur
 _HERE: AbstractContextManager[Any] = nullcontext()
-_LOADING = threading.Lock()  # ranks that are threads: one compiles a kernel, the others find it
+_LOADING = threading.Lock()  # if ranks are threads: one compiles a kernel, the others find it in the cache
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Launch:
         return Repeated(self.kernel, self.programs, self.args, self.options)
 
     def given(self, pointers: dict[str, Any]) -> Launch:
-        """With the arguments that were missing."""
+        """This launch completed with the missing arguments."""
         return Launch(self.kernel, self.programs, {**self.args, **pointers}, self.config)
 
     def run(
@@ -78,14 +78,14 @@ class Launch:
     ) -> None:
         """Start the kernel of a call of the group.
 
-        sending    copies beside the kernel, which then sends nothing
-        pointers   the arguments that were missing, in a dictionary of this call alone
-        alike      this launch is kept by the `layouts` of all of them that the call was given, so that they are of one
-                   kind in all its runs; the other ones are new and contiguous, of the same dtypes
+        sending    copies that run beside the kernel, which then sends nothing
+        pointers   the missing arguments, in a dictionary that this call owns
+        alike      this launch is cached by the `layouts` of all operands, so that these are of one kind in all its
+                   runs; the other tensors are new and contiguous, with the same dtypes
 
         Ranks that share a GPU (their view has a `meet`, a barrier of the host threads) load the kernel before any of
-        them starts it, and all start it before any goes on: what waits for the device, as loading a module or making a
-        handle of the vendor's library can, would wait for a kernel that waits for a rank that cannot start its own.
+        them starts it, and all start it before any continues. Loading a module or creating a library handle may wait
+        for the device, and so for a running kernel that waits for a rank that has not been able to start its own.
         """
         given = pointers or {}
         peers = given.pop("peers", None)
@@ -113,7 +113,7 @@ class Launch:
     def start(self, device: torch.device, tensors: dict[str, Tensor | None] | None = None) -> None:
         """Start a kernel that belongs to no call, if there is anything to do.
 
-        tensors   the missing tensors of a prepared launch, which its caller keeps by the `layouts` of the operands;
+        tensors   the missing tensors of a prepared launch, which its caller caches by the `layouts` of the operands;
                   outputs are new and contiguous. None: the launch has all arguments
         """
         if not self.programs:
@@ -126,15 +126,15 @@ class Launch:
             made.start(device, given, alike=tensors is not None)
 
     def _looked_up(self, device: torch.device) -> tuple[Repeated, dict[str, Any]]:
-        """The kept launch with the same constants, and this one's tensors.
+        """The cached launch with the same constants, and this launch's tensors.
 
-        Descriptors with different tiles come with different constants.
+        Descriptors with different tiles come with different constants, so that the key tells them apart.
         """
         same: dict[str, Any] = {}
         given: dict[str, Any] = {}
         for name, value in self.args.items():
             first = value[0] if type(value) is tuple and value else value
-            # a TMA descriptor has a base
+            # only a TMA descriptor has a `base`
             of_call = first is None or isinstance(first, Tensor) or hasattr(first, "base")
             (given if of_call else same)[name] = value
         options = tuple(self.options.items())
@@ -162,7 +162,7 @@ def _kept(
 
 
 class Repeated:
-    """kernel[(programs,)] with some of its arguments, the same in every call. options: the compiler's."""
+    """kernel[(programs,)] with the arguments that are the same in every call. options: for the compiler."""
 
     def __init__(self, kernel: Any, programs: int, args: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         from triton import knobs
@@ -170,21 +170,21 @@ class Repeated:
 
         self.kernel, self.programs, self.args, self.options = kernel, programs, dict(args), dict(options)
         self._compiled = isinstance(kernel, JITFunction)
-        self._runtime = knobs.runtime  # which has the hooks
+        self._runtime = knobs.runtime  # has the launch hooks
         self._peers: Any = None
-        self._ready: dict[Any, _Ready] = {}  # of each kind
-        self._only: _Ready | None = None  # the one of calls that are alike
+        self._ready: dict[Any, _Ready] = {}  # by kind
+        self._only: _Ready | None = None  # for calls that are alike
 
     def start(
         self, device: torch.device, given: Mapping[str, Any] = {}, peers: Any = None, alike: bool = False
     ) -> None:
-        """Start on the current stream of `device`, the current one, with the arguments that `args` lacks.
+        """Start on the current stream of `device`, the current device, with the arguments missing from `args`.
 
-        given   the same names in every call, in one order: tensors, None, tuples of these, integers, and TMA
-                descriptors of the same tiles in every call
-        peers   one more; the same object until the group's memory moves
-        alike   all else that Triton chooses by is the same in every call: what is a tensor or None, dtypes, alignment,
-                and the shapes and strides that descriptors describe
+        given   the same names in every call, in the same order: tensors, None, tuples of these, integers, and TMA
+                descriptors with the same tiles in every call
+        peers   one more argument; the same object until the group's memory moves
+        alike   everything else that Triton specialises on is the same in every call: which arguments are tensors or
+                None, dtypes, alignment, and the shapes and strides in descriptors
         """
         if peers is not self._peers:
             self._ready.clear()
@@ -207,7 +207,7 @@ class Repeated:
         arguments, tensor_maps = ready.arguments.copy(), ready.tensor_maps
         for place, value in zip(ready.places, given.values()):
             if type(value) is tuple:
-                of_tuple = []  # a comprehension is a call, before Python 3.12
+                of_tuple = []  # before Python 3.12 a comprehension costs a function call
                 for each in value:
                     of_tuple.append(None if each is None else each.data_ptr())
                 value = tuple(of_tuple)
@@ -223,7 +223,7 @@ class Repeated:
             ready.launch(self.programs, 1, 1, stream, *ready.how, *arguments)
 
     def load(self, given: Mapping[str, Any] = {}, peers: Any = None) -> None:
-        """Compile for arguments like these and load what was compiled, without starting it."""
+        """Compile for arguments like these and load the compiled kernel, without starting it."""
         args = {**self.args, **given} if peers is None else {**self.args, **given, "peers": peers}
         self.kernel.warmup(**args, **self.options, grid=(self.programs,))._init_handles()
 
@@ -234,7 +234,7 @@ class Repeated:
         parameters = self.kernel.signature.parameters
         arguments = [_addresses(args.get(name, parameter.default)) for name, parameter in parameters.items()]
         places = [list(parameters).index(name) for name in given]
-        for place in places:  # of the first call, whose descriptors hold tensors
+        for place in places:  # drop the first call's arguments: its descriptors keep tensors alive
             arguments[place] = None
         ready = _Ready.of(compiled, places, arguments)
         self._ready.setdefault(
@@ -245,11 +245,11 @@ class Repeated:
 class _Ready(NamedTuple):
     """A compiled kernel and how to launch it without Triton's binding of arguments.
 
-    compiled     held here because its module is unloaded with it
-    direct       whether `launch` is the driver's binding, which takes all arguments as one list, or Triton's launcher
+    compiled     kept alive here, because its module is unloaded with it
+    direct       True: `launch` is the driver's binding, which takes all arguments as one list; False: Triton's launcher
     launch       called with (programs, 1, 1, stream, *how), then the arguments
-    places       positions of a call's arguments among all
-    tensor_maps  position of a TMA descriptor -> how to encode it, and what has been encoded, by address
+    places       positions of a call's arguments in the full list
+    tensor_maps  position of a TMA descriptor -> its encoder, and the encoded descriptors by address
     """
 
     compiled: Any
@@ -262,12 +262,12 @@ class _Ready(NamedTuple):
 
     @classmethod
     def of(cls, compiled: Any, places: list[int], arguments: list[Any]) -> _Ready:
-        """Launched by Triton's launcher, without hooks."""
+        """A launch through Triton's launcher, without hooks."""
         how = compiled.function, compiled.packed_metadata, None, None, None
         return cls(compiled, compiled.run, how, places, arguments)
 
     def without_launcher(self, given: Mapping[str, Any]) -> _Ready:
-        """The same, launched directly where that works: Note [Below Triton's launcher].
+        """The same without the launcher, if possible: Note [Below Triton's launcher].
 
         given   the arguments of one call; if some are descriptors, all calls are alike
         """
@@ -323,9 +323,9 @@ def _is_descriptor(value: Any) -> bool:
 
 
 def _kinds(given: Iterable[Any]) -> tuple[Any, ...] | None:
-    """By what Triton chooses what it compiled for these arguments.
+    """The properties of these arguments by which Triton chooses a compiled kernel.
 
-    None where 16 does not divide an address: then Triton has to choose.
+    None if 16 does not divide an address: then Triton has to choose.
     """
     kinds: list[Any] = []
     low = 0
@@ -342,25 +342,25 @@ def _kinds(given: Iterable[Any]) -> tuple[Any, ...] | None:
         elif isinstance(value, Tensor):
             kinds.append(value.dtype)
             low |= value.data_ptr()
-        elif isinstance(value, int):  # one, a multiple of 16, of more than 32 bits
+        elif isinstance(value, int):  # is it one, is it a multiple of 16, does it need more than 32 bits
             kinds.append((value == 1, value & 15 == 0, value >> 31))
-        else:  # a TMA descriptor, whose address is one that 16 divides
+        else:  # a TMA descriptor; its address is a multiple of 16
             kinds.append(value.base.dtype)
     return None if low & 15 else tuple(kinds)
 
 
 def _addresses(value: Any) -> Any:
-    """A tensor's address, also in tuples within tuples; all else as it is."""
+    """Replace tensors by their addresses, also in nested tuples."""
     if isinstance(value, tuple):
         return tuple(map(_addresses, value))
     return value.data_ptr() if isinstance(value, Tensor) else value
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether launches go to `device` as things are."""
-    return device.type != "cuda" or device.index == torch._C._cuda_getDevice()  # what torch.cuda's own function calls
+    """Whether `device` is the current device; always true on CPU."""
+    return device.type != "cuda" or device.index == torch._C._cuda_getDevice()  # torch.cuda.current_device calls this
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """`device` as the current one; that costs nothing where it is."""
+    """Make `device` the current one; free if it already is."""
     return _HERE if is_current(device) else torch.cuda.device(device)

@@ -1,8 +1,8 @@
 """Symmetric memory: a region of equal size on every rank that every rank can read and write.
 
 world       device   region
-processes   CPU      memfd, mapped by every peer through /proc/PID/fd: no name, no limit as /dev/shm has in
-                     containers, and nothing left behind, also after SIGKILL
+processes   CPU      memfd, mapped by every peer through /proc/PID/fd: it has no name, is not limited like /dev/shm in
+                     containers, and leaves nothing behind, even after SIGKILL
 processes   CUDA     torch's symmetric memory (NVLink; file descriptors, or fabric handles between hosts)
 virtual     any      plain tensors of one process
 """
@@ -24,10 +24,10 @@ Exchange = Callable[[Any], list[Any]]  # every rank's object, in rank order; col
 
 @dataclass
 class Region:
-    """One allocation of `nbytes` a rank.
+    """One allocation of `nbytes` per rank.
 
-    buffers     of rank p its bytes, as a uint8 tensor mapped here
-    multicast   the address that stands for all ranks' bytes at once (NVLink SHARP), on every rank; else 0 on every rank
+    buffers     by rank: its bytes, as a uint8 tensor mapped in this process
+    multicast   the address of all ranks' bytes at once (NVLink SHARP); nonzero on every rank or on none
     """
 
     nbytes: int
@@ -42,13 +42,13 @@ def round_up(n: int, to: int = PAGE) -> int:
 
 
 def host_identity() -> str:
-    """Equal on two ranks exactly if they run on one host, in containers or not."""
+    """Equal on two ranks exactly if they run on the same host, in containers or not."""
     with open("/proc/sys/kernel/random/boot_id") as f:
         return f.read().strip()
 
 
 def pid_namespace() -> str:
-    """Equal on two ranks of a host exactly if one can open the other's /proc/PID/fd by number."""
+    """Equal on two ranks of a host exactly if each can open the other's /proc/PID/fd by PID."""
     return os.readlink("/proc/self/ns/pid")
 
 
@@ -68,7 +68,7 @@ def allocate_memfd(nbytes: int, exchange: Exchange) -> Region:
                 mappings.append(_map_peer(pid, peer_fd, nbytes))
             except (OSError, ValueError) as error:
                 fault = fault or f"cannot map the memory of process {pid}: {error}"
-        faults = [f for f in exchange(fault) if f]  # also: no rank closes its descriptor before all have mapped it
+        faults = [f for f in exchange(fault) if f]  # also a barrier: no rank closes its descriptor too early
     finally:
         if fd >= 0:
             os.close(fd)
@@ -87,11 +87,11 @@ def _map_peer(pid: int, fd: int, nbytes: int) -> mmap.mmap:
 
 
 def allocate_symmetric(nbytes: int, device: torch.device, group_name: str, exchange: Exchange) -> Region:
-    """Collective, CUDA: torch's symmetric memory. Raises RuntimeError where it cannot be had.
+    """Collective, CUDA: torch's symmetric memory. Raises RuntimeError if it is unavailable.
 
-    Not by torch's `empty`: that takes it from a pool, which hands freed memory out again. Garbage is collected on each
-    rank in its own time, so ranks would come to the rendezvous with blocks of different sizes, or one of them with a
-    block that this group knows already, and so not at all.
+    This does not use torch's `empty`, which allocates from a pool that reuses freed memory. Ranks collect garbage at
+    different times, so they would come to the rendezvous with blocks of different sizes, or one rank would get a block
+    that this group knows already and skip the rendezvous.
     """
     from torch._C._distributed_c10d import _SymmetricMemory
     from torch.distributed._symmetric_memory import rendezvous
@@ -102,7 +102,7 @@ def allocate_symmetric(nbytes: int, device: torch.device, group_name: str, excha
     multicasts = exchange(handle.multicast_ptr)
     buffers = [handle.get_buffer(p, (nbytes,), torch.uint8) for p in range(len(multicasts))]
     addresses = tuple(buffer.data_ptr() for buffer in buffers)
-    if addresses[handle.rank] != local.data_ptr():  # a buffer begins where its allocation does
+    if addresses[handle.rank] != local.data_ptr():  # a buffer must begin where its allocation begins
         raise RuntimeError("torch's symmetric memory gave a part of a larger allocation")
     multicast = multicasts[handle.rank] if all(multicasts) else 0
     return Region(nbytes, buffers, addresses, multicast, (handle, local))

@@ -1,10 +1,11 @@
-"""The `processes` world: one process a rank, a torch ProcessGroup between them.
+"""The `processes` world: one process per rank, and a torch ProcessGroup between them.
 
 Note [Threads of gloo at exit]
-A thread of gloo may drop the tensors of a collective only after it has woken whoever waits for it, and it needs the GIL
-to do so. An interpreter that ends meanwhile unwinds that thread inside a destructor, which aborts the process:
-"terminate called without an active exception", pytorch issue 190489. A program whose last act is a collective can end
-so, with destroy_process_group or without. A short sleep before the interpreter ends lets those threads have the GIL.
+A gloo thread may release the tensors of a collective only after it has woken the waiting thread, and it needs the GIL
+to do so. If the interpreter exits meanwhile, it unwinds that thread inside a destructor, which aborts the process:
+"terminate called without an active exception", pytorch issue 190489. This can happen to a program that ends with a
+collective, with or without destroy_process_group. A short sleep before the interpreter exits gives those threads the
+GIL.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The defaults of its functions are the default group, if there is one by then. torch imports it at the first custom op:
-# the group, its threads and this library's memory for it would stay after destroy_process_group.
+# Its functions bind the default group, if one exists at import, as a default argument. torch imports it at the first
+# custom op: the group, its threads and this library's memory for it would then outlive destroy_process_group.
 import torch.distributed.nn.functional
 from torch import Tensor
 
 from .memory import Region, allocate_memfd, allocate_symmetric, host_identity, pid_namespace
 
-# torch 2.13 renamed both and warns of the old names; 2.11 has only those.
+# torch 2.13 renamed both and warns about the old names; 2.11 has only the old ones.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 EXIT_SECONDS = 0.05
-FABRIC_SINCE = (2, 9)  # torch's symmetric memory passes fabric handles
+FABRIC_SINCE = (2, 9)  # from here on torch's symmetric memory passes fabric handles
 FABRIC_HANDLE, FABRIC_BYTES, FABRIC_COMPLETE = 8, 64, 3  # of CUmemAllocationHandleType; NVML_GPU_FABRIC_STATE_COMPLETED
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of CUdevice_P2PAttribute
-TEMP_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # torch's for sockets, in order
+TEMP_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # where torch puts sockets, in order of preference
 
 
 class ProcessWorld:
@@ -69,18 +70,18 @@ class ProcessWorld:
         return out
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has arrived."""
         if self.device.type == "cpu":
-            dist.all_reduce(torch.zeros(1), group=self.group)  # a seventh of the time that objects take
+            dist.all_reduce(torch.zeros(1), group=self.group)  # takes a seventh of the time of an object exchange
         else:
-            self.exchange(None)  # NCCL's collectives return before they are done; this reads what came
+            self.exchange(None)  # NCCL's collectives return before they are done; this reads the result
 
     def shared_memory_fault(self) -> str | None:
         """Why this group cannot share memory, the same answer on all ranks; None if it can. Watches the peers.
 
-        CPU ranks open each other's memory through /proc and must be told when a peer dies. GPU ranks need neither: that
-        they share a host, or an NVLink network of several (GB200 NVL72), is enough, and a peer is watched where it can
-        be.
+        CPU ranks open each other's memory through /proc and must notice when a peer dies. GPU ranks need neither: they
+        only have to share a host, or an NVLink network of several hosts (GB200 NVL72). Their peers are watched if
+        possible.
         """
         on_cpu = self.device.type == "cpu"
         hosts = self.exchange((host_identity(), pid_namespace(), os.getpid()))
@@ -109,14 +110,14 @@ class ProcessWorld:
         return self._gpu_fault()
 
     def _domain_fault(self) -> str | None:
-        """GPU ranks on several hosts: why no NVLink network connects their GPUs, or torch would not map memory over it.
+        """GPU ranks on several hosts: why no NVLink network connects their GPUs, or torch cannot map memory over it.
 
-        torch passes fabric handles where a GPU makes them, which this asks for first: where one does not, torch would
-        pass file descriptors, through sockets of this host.
+        torch passes fabric handles if the GPU can make them. If not, it passes file descriptors through sockets, which
+        do not reach other hosts, so this checks for fabric handles first.
         """
         try:
             domain, fault = nvlink_domain(self.device.index), ""
-        except Exception as error:  # all ranks are told, whatever it is
+        except Exception as error:  # whatever it is, all ranks must hear of it
             domain, fault = "", f"rank {self.rank}: {error}"
         if torch_version() < FABRIC_SINCE:
             fault = f"torch {torch.__version__} does not share memory between hosts"
@@ -129,8 +130,8 @@ class ProcessWorld:
     def _handles_fault(self, pids: Sequence[int]) -> str | None:
         """GPU ranks in several PID namespaces: torch sends memory handles to the sockets TMPDIR/symm_mem-PID.
 
-        A rank that finds no such socket raises while its peers wait for it, and one that finds its own takes its own
-        memory for a peer's.
+        A rank that finds no such socket raises while its peers wait for it, and a rank that finds its own socket takes
+        its own memory for a peer's.
         """
         folder = None
         try:
@@ -146,9 +147,9 @@ class ProcessWorld:
     def _gpu_fault(self) -> str | None:
         """Why these GPUs cannot share memory, the same answer on all ranks.
 
-        GPUs are told apart by their UUIDs: with one CUDA_VISIBLE_DEVICES a rank every rank's GPU may have index 0. A
-        peer's GPU that is not visible here cannot be asked about; torch's rendezvous then is the first to try. What a
-        rank finds wrong, or cannot find out, travels as text, so that no peer waits for it.
+        GPUs are identified by UUID: if each rank has its own CUDA_VISIBLE_DEVICES, every rank's GPU may have index 0. A
+        peer's GPU that is not visible here cannot be queried; then torch's rendezvous is the first to try it. A rank
+        sends its fault, or its failure to find out, as text, so that no peer waits for it.
         """
         index, fault, uuid, visible = self.device.index, "", "", {}
         try:
@@ -175,7 +176,7 @@ class ProcessWorld:
         except Exception as error:
             fault = f"rank {self.rank} cannot tell whether its GPU can access its peers' memory: {error}"
         uuids, indices = {peer for peer, _, _ in told}, {there for _, there, _ in told}
-        if len(uuids) == self.world_size > len(indices):  # torch would take equal indices for one GPU
+        if len(uuids) == self.world_size > len(indices):  # torch would take equal indices for the same GPU
             os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
         return first_fault(self.exchange(fault))
 
@@ -184,7 +185,7 @@ class ProcessWorld:
         fd = self._pidfds.get(p)
         if fd is None:
             return False
-        poll = select.poll()  # select() takes no descriptor past 1023
+        poll = select.poll()  # select() does not support descriptors past 1023
         poll.register(fd, select.POLLIN)
         return bool(poll.poll(0))
 
@@ -194,7 +195,7 @@ class ProcessWorld:
         return allocate_memfd(nbytes, self.exchange)
 
     def stream_barrier(self, region: Region, timeout_s: float) -> None:
-        """CUDA: what any rank enqueued before this is done before what any rank enqueues after it."""
+        """CUDA: work that any rank enqueued before this finishes before work that any rank enqueues after it starts."""
         region.handle[0].barrier(channel=0, timeout_ms=int(timeout_s * 1e3))
 
     # -- plain collectives ---------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ class ProcessWorld:
         return torch.cat([part[:n] for part, n in zip(out.chunk(self.world_size), sizes, strict=True)])
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """[sum(sent), ...], rows for each rank in turn -> [sum(received), ...], rows of each rank in turn."""
+        """[sum(sent), ...], rows for each rank in turn -> [sum(received), ...], rows from each rank in turn."""
         out = x.new_empty(sum(received), *x.shape[1:])
         if 0 in x.shape[1:]:
             return out
@@ -225,7 +226,7 @@ class ProcessWorld:
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Tensor:
         """[sum(sizes), ...] -> [sizes[rank], ...], summed over ranks, plus bias.
 
-        16-bit sums run in fp32 on CPU and are rounded once, with the bias in them.
+        16-bit sums run in fp32 on CPU and are rounded once, after the bias is added.
         """
         mine = sizes[self.rank]
         if x.numel() == 0:
@@ -256,19 +257,19 @@ class ProcessWorld:
 
 @functools.cache
 def let_gloo_end() -> None:
-    """This process will give gloo's threads some time before it ends, see Note [Threads of gloo at exit]."""
+    """Give gloo's threads some time before this process exits, see Note [Threads of gloo at exit]."""
     atexit.register(time.sleep, EXIT_SECONDS)
 
 
 def gpu_uuid(index: int) -> str:
-    """Which GPU the index stands for, whatever CUDA_VISIBLE_DEVICES says."""
+    """The GPU behind an index, independent of CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def native_atomics(index: int, there: int) -> bool:
-    """Whether atomics of GPU `index` in the memory of GPU `there` are atomic: NVLink has them, most PCIe has not.
+    """Whether GPU `index` has native atomics in the memory of GPU `there`: over NVLink yes, over most PCIe no.
 
-    Of AMD's GPUs nothing is asked. Raises OSError where the driver does not answer.
+    Always True for AMD GPUs, which are not queried. Raises OSError if the query fails.
     """
     if torch.version.hip:
         return True
@@ -291,7 +292,7 @@ class _FabricInfo(ctypes.Structure):
 
 
 class _Allocation(ctypes.Structure):
-    """CUmemAllocationProp, of pinned memory of a GPU."""
+    """CUmemAllocationProp, for pinned memory of a GPU."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -304,10 +305,10 @@ class _Allocation(ctypes.Structure):
 
 
 def nvlink_domain(index: int) -> str:
-    """Which NVLink network of several hosts GPU `index` is in: equal on GPUs that can map each other's memory over it.
+    """The multi-host NVLink network of GPU `index`: equal on GPUs that can map each other's memory over it.
 
-    Raises OSError that says why it is in none, or cannot pass on its memory: a fabric handle is made to see, since a
-    host without an IMEX channel is refused one whatever the driver says of the GPU.
+    Raises OSError that says why the GPU is in none, or cannot export its memory. To find out, this makes a fabric
+    handle: without an IMEX channel a host cannot get one, whatever the driver reports about the GPU.
     """
 
     def done(code: int, what: str) -> None:
@@ -346,7 +347,7 @@ def torch_version() -> tuple[int, int]:
 
 
 def first_fault(faults: Sequence[str]) -> str | None:
-    """Of every rank's fault ("" for none) the first, or None."""
+    """The first of all ranks' faults ("" for none), or None."""
     return next((fault for fault in faults if fault), None)
 
 

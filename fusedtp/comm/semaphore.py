@@ -5,14 +5,14 @@ A rank publishes with plain stores followed by `sem_post`, and its peer reads af
 4.12 "Memory Synchronization") lists both among the functions that synchronise memory between threads and processes,
 so the order holds on every architecture that has the C library: glibc implements them by a release
 read-modify-write and an acquire one (`lock xadd`/`cmpxchg` on x86, `ldaddl`/`casa` or `stlxr`/`ldaxr` on aarch64).
-No order of plain stores (total store order, x86 only) is relied on. A waiter sleeps in the kernel, so that waiting
-costs no core.
+This does not rely on the order of plain stores (total store order, x86 only). A waiter sleeps in the kernel, so that
+waiting costs no core.
 
 Note [Fence on CPU]
 A flag that an interpreted kernel polls is a plain word, which the host can only store. Between the rows and that store
-it posts and takes a semaphore of its own: a release behind the rows and, of the same word, an acquire before the flag,
-which neither x86 nor aarch64 (whose acquires wait for earlier releases, ARM ARM B2.3 "RCsc") lets anything pass. The
-kernel polls by an atomic that acquires.
+the host posts and takes a private semaphore: a release after the rows, then an acquire of the same word before the
+flag. Neither x86 nor aarch64 (whose acquires wait for earlier releases, ARM ARM B2.3 "RCsc") reorders stores across
+this pair. The kernel polls with an acquiring atomic.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import os
 import time
 from typing import NoReturn
 
-SIZE = 64  # bytes kept for one semaphore: sem_t is 32 with glibc and musl; a cache line of its own
+SIZE = 64  # bytes reserved for one semaphore: a full cache line; sem_t is 32 with glibc and musl
 
 _SLICE_SECONDS = 0.2  # longest sleep in one system call, so that Python's signal handlers run
 
@@ -39,7 +39,7 @@ def _function(library: ctypes.CDLL, name: str, *argtypes: type) -> ctypes._Named
 
 
 class _Libc:
-    """The four functions used. The two that never block keep the GIL (PyDLL), the one that blocks releases it."""
+    """The four functions used. Those that never block keep the GIL (PyDLL); the one that blocks releases it."""
 
     def __init__(self) -> None:
         quick, blocking = ctypes.PyDLL(None, use_errno=True), ctypes.CDLL(None, use_errno=True)
@@ -54,7 +54,7 @@ LIBC = _Libc()
 
 
 def fail(what: str) -> NoReturn:
-    """Raise what the C library's function has just failed for."""
+    """Raise OSError for the C library function that has just failed."""
     code = ctypes.get_errno()
     raise OSError(code, f"{what}: {os.strerror(code)}")
 
@@ -89,9 +89,9 @@ init(_OWN_ADDRESS)
 
 
 def fence() -> None:
-    """What this thread stored before is visible to whoever sees what it stores after; see Note [Fence on CPU]."""
+    """Order this thread's earlier stores before its later ones for all observers; see Note [Fence on CPU]."""
     post(_OWN_ADDRESS)
-    taken = try_wait(_OWN_ADDRESS)  # each thread takes as often as it has posted
+    taken = try_wait(_OWN_ADDRESS)  # never fails: each thread takes as often as it posts
     assert taken
 
 

@@ -1,7 +1,7 @@
-"""What must be equal on all ranks in a call, and who is named when it is not.
+"""The signature of a call, which must be equal on all ranks, and the error that names the rank that differs.
 
-Every rank publishes the words of its signature beside its flag; the peer that waits for the flag compares them, so
-the check costs no communication of its own and cannot hang (Note [Signatures] in workspace.py).
+Every rank publishes the words of its signature next to its flag; the peer that waits for the flag compares them. So the
+check needs no extra communication and cannot hang (Note [Signatures] in workspace.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .errors import PeerFailed, SignatureMismatch
 FAILED, REFUSED = (
     "failed",
     "refused",
-)  # what a rank publishes that raised in the middle of a call, or before it began
+)  # published by a rank that raised during a call, or before it began
 ENGINES = ("collective", "chunked", "triton", "multimem")
-OF_KERNELS = ("triton", "multimem")  # a call is one kernel, which signals and counts it
+OF_KERNELS = ("triton", "multimem")  # a call is one kernel, which signals and advances the epoch
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool,
           torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)  # fmt: skip
-COMM_DTYPES = ("", "fp8")  # how rows travel to their experts: as they are, or in another form
-NAME_WORDS = 4  # of an operation's name, 8 characters each
+COMM_DTYPES = ("", "fp8")  # format of rows sent to experts: their own dtype, or fp8
+NAME_WORDS = 4  # words of an operation's name, 8 characters each
 FIELDS = (
     "call number",
     "engine",
@@ -52,9 +52,9 @@ NUM_WORDS = SIZES_AT + MAX_SIZES
 class Signature:
     """`features` is the width all ranks share: K of a gathered x, N of a reduced output. `needs_grad` is a bit mask.
 
-    tables   digest of what a fused kernel's configuration comes from: the table of tuned ones, and the kind of GPU
+    tables   digest of the source of a fused kernel's configuration: the tuned table and the kind of GPU
     tf32     whether fp32 operands are multiplied in tf32
-    top_k, experts   of a mixture of experts; max_rows likewise: 1 + the bound that was asked for, or 0;
+    top_k, experts, max_rows   mixture of experts only; max_rows is 1 + the requested bound, or 0 without one
     comm_dtype   index into COMM_DTYPES
     """
 
@@ -76,18 +76,18 @@ class Signature:
 
     @cached_property
     def around(self) -> tuple[bytes, bytes]:
-        """The words before the call's number, and those behind it."""
+        """The bytes before the call's number, and those after it."""
         words = _template(self).tobytes()
         return words[: 8 * CALL_AT], words[8 * (CALL_AT + 1) :]
 
     def words(self, call: int) -> bytes:
-        """NUM_WORDS of int64. Only the first `published_bytes` say anything."""
+        """NUM_WORDS of int64. Only the first `published_bytes` are significant."""
         before, behind = self.around
         return before + call.to_bytes(8, byteorder) + behind
 
     @cached_property
     def hash32(self) -> int:
-        """A nonzero int32 for kernels; without the call number, so that a captured graph can be replayed."""
+        """A nonzero int32 for kernels. It omits the call number, so that a captured graph can be replayed."""
         return _hash32(self)
 
 
@@ -113,12 +113,12 @@ def _name_words(name: str) -> np.ndarray:
 
 
 def published_bytes(world_size: int) -> int:
-    """How much of a signature's words ranks exchange: no sizes but theirs."""
+    """Bytes of a signature that ranks exchange: sizes only up to `world_size`."""
     return 8 * (SIZES_AT + min(world_size, MAX_SIZES))
 
 
 def operation_of(words: bytes) -> str:
-    """The name of the operation that published these words; FAILED or REFUSED of a rank that raised."""
+    """The name of the operation that published these words; FAILED or REFUSED if the rank raised."""
     return words[: 8 * NAME_WORDS].rstrip(b"\0").decode(errors="replace")
 
 
@@ -128,7 +128,7 @@ def _hash32(s: Signature) -> int:
 
 
 def failure_words(call: int, kind: str = FAILED) -> bytes:
-    """What a rank publishes that raised in the middle of a call, or (REFUSED) in place of it."""
+    """The words of a rank that raised during a call (FAILED) or instead of it (REFUSED)."""
     out = np.zeros(NUM_WORDS, np.int64)
     out[:NAME_WORDS] = _name_words(kind)
     out[CALL_AT] = call
@@ -148,7 +148,7 @@ def _show(field: str, value: int) -> str:
 
 
 def compare(mine: bytes, theirs: bytes, rank: int, peer: int, world_size: int) -> None:
-    """Raises SignatureMismatch naming both ranks and the first field that differs, PeerFailed if the peer raised."""
+    """Raises SignatureMismatch naming both ranks and the first different field, or PeerFailed if the peer raised."""
     if mine == theirs:
         return
     ours, other = operation_of(mine), operation_of(theirs)

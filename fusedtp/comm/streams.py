@@ -10,20 +10,20 @@ import torch
 
 
 def finish(device: torch.device) -> None:
-    """Wait for all that was enqueued on `device`; on CPU nothing ever is."""
+    """Wait for all work enqueued on `device`; a no-op on CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def is_capturing() -> bool:
-    """Whether the current stream is being captured; a torch without CUDA has none to ask."""
+    """Whether the current stream is being captured; False if CUDA is not initialized."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class StreamOrder:
-    """CUDA: calls of one group run in the order of the host's calls, whatever streams of `device` they are on.
+    """CUDA: calls of one group run in the host's order, whatever streams of `device` they are on.
 
-    The current stream is known by its handle: an object of it, asked for twice a call, costs more than a launch.
+    The current stream is identified by its handle: making a Stream object twice per call costs more than a launch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,7 +34,8 @@ class StreamOrder:
         self._capturing = False
 
     def enter(self) -> bool:
-        """Order the current stream behind the last call; True while a graph is being captured (which begins idle)."""
+        """Order the current stream after the last call. During graph capture return True and order nothing: a graph
+        begins idle."""
         self._capturing = torch.cuda.is_current_stream_capturing()
         if self._capturing:
             return True
@@ -46,7 +47,7 @@ class StreamOrder:
         return False
 
     def leave(self) -> None:
-        """Remember where the stream of the last `enter` stands after its call."""
+        """Record the end of the call on the stream of the last `enter`."""
         if self._capturing:
             return
         if self._event is None:
@@ -54,7 +55,7 @@ class StreamOrder:
         self._event.record(self._stream)
 
 
-NON_BLOCKING, HIGH = 1, -1  # CU_STREAM_NON_BLOCKING: it does not wait for the default stream; a priority
+NON_BLOCKING, HIGH = 1, -1  # CU_STREAM_NON_BLOCKING: not synchronized with the default stream; a high priority
 
 
 class Driver(NamedTuple):
@@ -66,7 +67,7 @@ class Driver(NamedTuple):
 
 @cache
 def driver() -> Driver:
-    """Of this machine. Raises OSError where there is none."""
+    """This machine's driver. Raises OSError if there is none."""
     library = ctypes.CDLL("libcuda.so.1")
     made = Driver(library.cuStreamCreateWithPriority, library.cuMemcpyDtoDAsync_v2)
     made.create.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint, ctypes.c_int]
@@ -80,33 +81,33 @@ def _checked(code: int, what: str) -> None:
 
 
 class SideStream:
-    """CUDA: a stream beside the current one, for copies.
+    """CUDA: a side stream for copies.
 
-    It is nobody else's. torch's own come from a pool and may be used by FSDP as well: copies behind an NCCL kernel that
-    finds no room beside kernels that wait for those copies would never be made.
+    It is private. torch's streams come from a pool and may be used by FSDP as well: copies queued behind an NCCL kernel
+    would never run if that kernel finds no free SM because of kernels that wait for those copies.
 
-    Copies go straight to the driver: a gather makes two of them a peer, and torch would make two views for each.
+    Copies go directly to the driver: a gather makes two per peer, and torch would make two views for each.
     """
 
     def __init__(self, device: torch.device) -> None:
         handle = ctypes.c_void_p()
         with torch.cuda.device(device):
-            torch.cuda.synchronize()  # a call of the runtime, which makes the context current that the driver wants
+            torch.cuda.synchronize()  # a runtime call, which makes current the context that the driver needs
             _checked(driver().create(ctypes.byref(handle), NON_BLOCKING, HIGH), "cuStreamCreateWithPriority")
         self._handle = handle.value or 0
-        self.stream = torch.cuda.ExternalStream(self._handle, device)  # it stays until the process ends
+        self.stream = torch.cuda.ExternalStream(self._handle, device)  # never destroyed
         self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
 
     def fork(self) -> None:
-        """What is enqueued there next runs behind what the current stream has now."""
+        """Work enqueued on the side stream from here on runs after the current stream's present work."""
         self._forked.record(torch.cuda.current_stream(self.stream.device))
         self.stream.wait_event(self._forked)
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
-        """Between addresses that the device reaches. Raises RuntimeError if the driver refuses."""
+        """Copy between addresses that the device can access. Raises RuntimeError if the driver fails."""
         _checked(driver().copy(destination, source, nbytes, self._handle), "cuMemcpyDtoDAsync")
 
     def join(self) -> None:
-        """The current stream waits for what was enqueued there."""
+        """The current stream waits for the work enqueued on the side stream."""
         self._done.record(self.stream)
         torch.cuda.current_stream(self.stream.device).wait_event(self._done)

@@ -1,8 +1,8 @@
-"""The `virtual` world: W ranks in one process, a host thread (and on a GPU a stream) each.
+"""The `virtual` world: W ranks in one process, each a host thread (and on a GPU a stream).
 
-`VirtualWorld(W).run(fn)` calls `fn(group)` once a rank; `group` goes wherever an operation takes a group. Backward
-runs in the rank's own thread (autograd's device thread would be shared by all ranks, and one that waits for another
-would never return), so a rank may wait for its peers there too.
+`VirtualWorld(W).run(fn)` calls `fn(group)` once per rank; operations accept `group` as their group. Backward runs in
+the rank's own thread, so a rank may wait for its peers there too. (All ranks would share autograd's device thread, and
+a rank that waits for another in it would never return.)
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .memory import Region, allocate_plain
 
 _ids = itertools.count()
 GROUPS: weakref.WeakValueDictionary[str, VirtualGroup] = weakref.WeakValueDictionary()  # by name
-BEFORE_RUNS: list[Callable[[list[VirtualGroup]], None]] = []  # called with all ends of each group; communicator.py's
+BEFORE_RUNS: list[Callable[[list[VirtualGroup]], None]] = []  # hooks of communicator.py; they get all ends of a group
 
 
 MEETING_SECONDS = 60.0
 
 
 class Ranks:
-    """Threads that meet as the ranks of one device: all of a VirtualWorld, or some of them.
+    """Threads that act as ranks on one device: all ranks of a VirtualWorld, or some of them.
 
-    on_device   how many there are in all, which must run side by side
+    on_device   number of ranks on the device, which must run concurrently
     """
 
     def __init__(self, world_size: int, device: torch.device, timeout_s: float | None, on_device: int) -> None:
@@ -45,14 +45,14 @@ class Ranks:
         self.barrier = threading.Barrier(world_size)
         self.board: list[Any] = [None] * world_size
         self.arrivals = [0] * world_size  # at the barrier, by rank
-        self.raised: list[int] = []  # in time's order
-        self.left: set[int] = set()  # whose function has returned
+        self.raised: list[int] = []  # ranks that raised, in the order in which they did
+        self.left: set[int] = set()  # ranks that have returned from their function
         self.groups = [VirtualGroup(self, rank) for rank in range(world_size)]
         self._parts: dict[tuple[int, ...], Ranks] = {}
         self._lock = threading.Lock()
 
     def part(self, ranks: tuple[int, ...]) -> Ranks:
-        """These of them, in this order; the same object for all who ask."""
+        """The sub-group of these ranks, in this order; all callers get the same object."""
         with self._lock:
             if ranks not in self._parts:
                 made = Ranks(len(ranks), self.device, self.timeout_s, self.on_device)
@@ -64,7 +64,7 @@ class Ranks:
             return self._parts[ranks]
 
     def ready(self) -> None:
-        """No rank has raised, and none has arrived."""
+        """Reset before a run: no rank has raised or arrived."""
         self.barrier.reset()
         self.raised.clear()
         self.left.clear()
@@ -73,7 +73,7 @@ class Ranks:
             part.ready()
 
     def give_up(self, rank: int) -> None:
-        """It raised: the others must not wait for it."""
+        """`rank` has raised: the others must not wait for it."""
         with self._lock:
             self.raised.append(rank)
             self.barrier.abort()
@@ -82,7 +82,7 @@ class Ranks:
             part.give_up(at)
 
     def leave(self, rank: int) -> None:
-        """It returned: it signals nobody any more. (Those that meet may still be on their way out of the barrier.)"""
+        """`rank` has returned and will not signal again. (Others may still be leaving the barrier.)"""
         with self._lock:
             self.left.add(rank)
             parts = self._parts_of(rank)
@@ -93,7 +93,7 @@ class Ranks:
         return [(ranks.index(rank), part) for ranks, part in self._parts.items() if rank in ranks]
 
     def every_group(self) -> Iterator[list[VirtualGroup]]:
-        """All ends of each group: of these ranks, and of each part."""
+        """All ends of each group: first this one, then each part."""
         yield self.groups
         for part in self._parts.values():
             yield from part.every_group()
@@ -102,10 +102,10 @@ class Ranks:
 class VirtualWorld(Ranks):
     """W ranks on one device.
 
-    timeout_s   bounds every wait for another rank, as `set_timeout` does for one group. None: 60 s where ranks meet on
+    timeout_s   bounds every wait for another rank, as `set_timeout` does for one group. None: 60 s when ranks meet on
                 the host, 600 s in an operation
 
-    Raises ValueError for no ranks and for a timeout that is not positive.
+    Raises ValueError if there are no ranks or the timeout is not positive.
     """
 
     def __init__(self, world_size: int, device: str | torch.device = "cpu", timeout_s: float | None = None) -> None:
@@ -123,11 +123,11 @@ class VirtualWorld(Ranks):
         self._running = threading.Lock()
 
     def run(self, fn: Callable[[VirtualGroup], Any]) -> list[Any]:
-        """fn's results in rank order. The first rank that raised raises here, after all threads have ended.
+        """fn's results in rank order. Raises the error of the first rank that raised, after all threads have ended.
 
-        fn runs with the caller's autocast and grad mode. Backward belongs in it: elsewhere no rank has peers.
-        A run that failed may leave calls half done; the next one starts with new memory then.
-        Raises RuntimeError while this world is running.
+        fn runs with the caller's autocast and grad mode. Run backward inside fn: elsewhere a rank has no peers.
+        A failed run may leave calls incomplete; the next run then starts with new memory.
+        Raises RuntimeError if this world is already running.
         """
         if not self._running.acquire(blocking=False):
             raise RuntimeError("this VirtualWorld is running already; its ranks are in one run at a time")
@@ -146,12 +146,12 @@ class VirtualWorld(Ranks):
         modes = _modes(self.device.type)
         if self._streams:
             torch.cuda.synchronize(self.device)
-        importlib.import_module("torch._dynamo")  # else a custom operation's first call does, in all threads
+        importlib.import_module("torch._dynamo")  # else the first call of a custom op imports it, in all threads
 
         def body(rank: int) -> None:
             stream = torch.cuda.stream(self._streams[rank]) if self._streams else nullcontext()
             if self._streams:
-                torch.cuda.set_device(self.device)  # else this thread has no context until it launches
+                torch.cuda.set_device(self.device)  # else this thread has no context until its first launch
             try:
                 with stream, torch.autograd.set_multithreading_enabled(False), modes():
                     results[rank] = fn(self.groups[rank])
@@ -168,7 +168,7 @@ class VirtualWorld(Ranks):
         for thread in threads:
             thread.join()
         raised = [e for e in errors if e is not None]
-        if raised:  # the others are consequences of one rank's error
+        if raised:  # PeerDied and PeerFailed are consequences of another rank's error
             raise next(
                 (e for e in raised if not isinstance(e, (PeerDied, PeerFailed))),
                 raised[0],
@@ -177,7 +177,7 @@ class VirtualWorld(Ranks):
 
 
 def _modes(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes contexts with this thread's autocast and grad mode, for others: a thread starts with none."""
+    """A factory of contexts with this thread's autocast and grad mode, for other threads, which do not inherit them."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
@@ -192,10 +192,10 @@ def _modes(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
 
 
 def prepare_cuda(world_size: int) -> None:
-    """Settings that CUDA reads when it starts, without which ranks on one GPU can wait for each other for ever.
+    """Set what CUDA reads at startup and ranks on one GPU need so that they do not deadlock.
 
-    Streams that share a connection (there are 8, up to 32) wait for each other, and each rank has one that computes and
-    one that copies. A module that is loaded when first used waits for the device. Warns where it is too late.
+    Streams that share a connection (8 by default, up to 32) wait for each other, and each rank has one stream for
+    compute and one for copies. A lazily loaded module waits for the device. Warns if it is too late.
     """
     wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
     if not torch.cuda.is_initialized():
@@ -211,7 +211,7 @@ def prepare_cuda(world_size: int) -> None:
 
 
 class VirtualGroup:
-    """One rank's end of a VirtualWorld, or of some of its ranks: what operations take as `group`."""
+    """One rank's end of a VirtualWorld, or of some of its ranks. Operations accept it as `group`."""
 
     def __init__(self, world: Ranks, rank: int) -> None:
         self._world, self._rank = world, rank
@@ -226,13 +226,13 @@ class VirtualGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where its ranks compute."""
+        """The device of its ranks."""
         return self._world.device
 
     def along(self, shape: Sequence[int], dim: int) -> VirtualGroup:
-        """The ranks that differ from this one only in `dim`, where all stand in this shape, the last dimension fastest.
+        """Arrange all ranks in `shape`, last dimension fastest; the group of ranks that differ from this one in `dim`.
 
-        It lives as long as the world. Raises ValueError for a shape of more or fewer ranks.
+        It lives as long as the world. Raises ValueError if the shape has another number of ranks.
         """
         if math.prod(shape) != self.size():
             raise ValueError(f"{self.size()} ranks do not stand in the shape {tuple(shape)}")
@@ -242,15 +242,15 @@ class VirtualGroup:
 
 
 class ThreadWorld:
-    """The same methods as ProcessWorld, between threads.
+    """The methods of ProcessWorld, between threads.
 
-    operation_timeout_s   of waits in operations; None: their default
+    operation_timeout_s   bound on waits in operations; None: their default
     """
 
     shares_process = True
 
     def __init__(self, group: VirtualGroup) -> None:
-        self._virtual: Ranks = weakref.proxy(group._world)  # the registry holds this; the world goes with its user
+        self._virtual: Ranks = weakref.proxy(group._world)  # the registry keeps this, but must not keep the world
         self.group_ref = weakref.ref(group)  # a destroyed group may leave its name to another
         self.rank, self.world_size, self.name = group.rank(), group.size(), group.group_name
         self.device = group.device
@@ -259,7 +259,7 @@ class ThreadWorld:
         self.operation_timeout_s = group._world.timeout_s
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value. Raises SignalTimeout naming who did not come, PeerFailed naming who raised."""
+        """Every rank's value. Raises SignalTimeout naming absent ranks, PeerFailed naming a rank that raised."""
         virtual = self._virtual
         virtual.board[self.rank] = value
         self._meet()
@@ -285,7 +285,7 @@ class ThreadWorld:
 
     @property
     def _of_some(self) -> str:
-        """After a rank's number, where it is not the number in the world."""
+        """A suffix for messages, if rank numbers are not those of the whole world."""
         return "" if self.world_size == self.ranks_per_device else f" (ranks of group {self.name!r})"
 
     def barrier(self) -> None:
@@ -301,13 +301,13 @@ class ThreadWorld:
         return allocate_plain(nbytes, self.device, self.exchange)
 
     def stream_barrier(self, region: Region, timeout_s: float) -> None:
-        """CUDA: what any rank enqueued before this is done before what any rank enqueues after it."""
+        """CUDA: work that any rank enqueued before this finishes before work that any rank enqueues after it starts."""
         stream = torch.cuda.current_stream(self.device)
         for event in self.exchange(stream.record_event()):
             stream.wait_event(event)
 
     def _exchange_tensors(self, x: Tensor) -> list[Tensor]:
-        """Every rank's tensor, complete; the caller calls `_done` when it has read them."""
+        """Every rank's tensor, complete; the caller must call `_done` when it has read them."""
         self._done_computing()
         return self.exchange(x)
 
@@ -347,7 +347,7 @@ class ThreadWorld:
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
-    """The sum plus bias, 16-bit parts in fp32, in the order given, rounded once; a new contiguous tensor."""
+    """The sum of parts in the given order, plus bias; 16-bit in fp32, rounded once. A new contiguous tensor."""
     first = parts[0]
     narrow = first.dtype in (torch.bfloat16, torch.float16)
     total = torch.zeros(first.shape, dtype=torch.float32 if narrow else first.dtype, device=first.device)

@@ -1,4 +1,4 @@
-"""One workspace a group: two rotating data slots, flags, and the protocol that every call follows.
+"""The workspace of a group: two rotating data slots, flags, and the protocol that every call follows.
 
     control region   semaphores [W]         CPU: posted by source, taken by the owner
                      records [2, W]         words of signatures, by call parity and source
@@ -8,19 +8,19 @@
     data region      slot 0 | slot 1        grows; a call uses slot (call number & 1)
 
 Note [Two rotating buffers]
-In every call every rank signals every peer and waits for every peer, also with no rows. So when a rank begins call
-n + 2, all peers have left call n (they signalled in n + 1), and its slot can be written again, its own and every
-peer's; no call waits for readiness. Skipping the signal of an empty shard breaks this.
+In every call, every rank signals every peer and waits for every peer, even with no rows. So when a rank begins call
+n + 2, all peers have left call n (they signalled in n + 1), and the slot of call n can be written again on every rank;
+no call waits for a slot to become free. Skipping the signal of an empty shard breaks this.
 
 Note [After a fused kernel]
-On a GPU a rank that reads nothing, such as one without columns, leaves a fused kernel before its peers' rows have
-landed in its slot, and any rank may leave it before its peers have read there. The next fused kernel writes to the
-other slot. But the host counts calls and the device epochs, so that copies of `chunked` may go to that very slot: all
+On a GPU, a rank that reads nothing, such as one without columns, leaves a fused kernel before its peers' rows have
+landed in its slot, and any rank may leave before its peers have read theirs. The next fused kernel writes to the other
+slot. But the host counts calls and the device counts epochs, so the copies of `chunked` may target that same slot: all
 ranks meet before them.
 
 Note [Slot bytes]
-What a call declares of a slot, for a gathered x [T, K] or a scattered y [T, N] with R_p rows on rank p, in
-elements of the working dtype. A group holds two slots of the largest of its calls, and the control region.
+The slot size that a call declares, for a gathered x [T, K] or a scattered y [T, N] with R_p rows on rank p, in elements
+of the working dtype. A group holds two slots, sized for the largest of its calls, and the control region.
 
                                        chunked         triton
     all_gather_matmul, _wgrad          max R_p * K     T * K
@@ -39,36 +39,35 @@ elements of the working dtype. A group holds two slots of the largest of its cal
     moe_matmul_combine                 as moe_combine  max R_p * k * N, and max_rows * N backward
     collective: none
 
-So two slots are at most twice the largest gathered or scattered tensor, but for the kernels that reduce: they push
-W partials of a rank's rows into the slot of that rank, and slots are of equal size on all ranks. Evenly split rows
-make that T * N, rounded up to W equal shards; rows of one rank alone, W times as much.
+So two slots are at most twice the largest gathered or scattered tensor, except for the kernels that reduce: they push
+W partials of a rank's rows into that rank's slot, and all ranks have slots of the same size. With an even split of rows
+that is T * N, rounded up to W equal shards; if one rank has all rows, it is W times as much.
 
 Note [Signatures]
-A call's signature is stored beside its flag before the flag is released, and compared by whoever waits for the flag.
-Records rotate like the slots. A rank that must grow its data region first exchanges signatures and then votes, since
-growing is collective: ranks that disagree would not all do it, nor would a rank that raised.
+A call's signature is stored next to its flag before the flag is released; the peer that waits for the flag compares it.
+Records rotate like the slots. Growing the data region is collective, so a rank that must grow it first exchanges
+signatures and then votes: ranks that disagree, or a rank that raised, would not take part.
 
-On a GPU, kernels compare hashes of them: the fused ones, and one that does nothing else (kernels/meet.py), launched
-before and after the copies of `chunked`, and before growing, which waits for its answer. Before a collective of
-`collective` it is launched in the group's first COMPARED_CALLS calls only, a count that all ranks share, or always if a
-rank of the group was started with FUSEDTP_DEBUG=1. The host reads what a kernel recorded when it begins its next call,
-and then the group is unusable. Ranks that are threads of one process compare all words at the beginning of every
-call. Without Triton, ranks on GPUs compare nothing.
+On a GPU, kernels compare hashes of the signatures. The fused kernels do, and so does a kernel that does nothing else
+(kernels/meet.py). It is launched before and after the copies of `chunked`, and before growing, which waits for its
+result. Before a collective of `collective` it is launched only in the group's first COMPARED_CALLS calls, a count that
+all ranks share, or always if a rank of the group was started with FUSEDTP_DEBUG=1. The host reads a kernel's record
+when it begins its next call; the group is then unusable. Ranks that are threads of one process compare all words at the
+beginning of every call. Without Triton, ranks on GPUs compare nothing.
 
 Note [Failed calls]
-A rank that finds a mismatch, or raises, still signals and waits for everybody before the error leaves the call, so
-that the group stays in step and can be used again (a rank to which the failing one had already published finishes
-its call). After a timeout it cannot: the workspace is marked failed and
-every later call raises at once.
+A rank that finds a mismatch, or raises, still signals and waits for all peers before the error leaves the call. So the
+group stays in step and can be used again (a peer that already has the failing rank's signal finishes its call). After a
+timeout this is impossible: the workspace is marked as failed, and every later call raises at once.
 
 Note [Refused calls]
-A rank may also raise before its call begins: it alone has found x on another device. On CPU it then takes part in
-that call by signalling "refused" to every peer, and raises at once; it takes the peers' signals when it begins its
-next call. (Its peers may have the same fault, or come much later.) Every peer sees the refusal, so none goes on to
-what only all ranks together can do, such as growing.
+A rank may also raise before its call begins, for example because only this rank has x on another device. On CPU it then
+takes part in that call by signalling "refused" to every peer, and raises at once; it takes the peers' signals when it
+begins its next call. (Its peers may have the same fault, or come much later.) Every peer sees the refusal, so none
+continues to a step that needs all ranks, such as growing.
 
 Note [Inference mode]
-What a workspace keeps is made outside of inference mode. A view that is made inside it cannot be written outside, so a
+Tensors that a workspace keeps are made outside of inference mode. A view made inside it cannot be written outside, so a
 group that first ran in a validation loop could not train.
 """
 
@@ -99,12 +98,12 @@ from .streams import SideStream, StreamOrder, finish, is_capturing
 from .virtual_world import ThreadWorld
 
 FLAGS_PER_SOURCE = 4096
-MAX_VIEWS = 1024  # kept
+MAX_VIEWS = 1024  # cached
 DEFAULT_TIMEOUT_S = 600.0
 COMPARED_CALLS = 16  # see Note [Signatures]
-# A waiter asks again for that long, yielding the core in between, before it sleeps: waking up takes 50 us.
+# A waiter polls for this long, yielding the core in between, before it sleeps: waking up takes 50 us.
 SPIN_SECONDS = 100e-6
-OTHER_SIGNATURE, TOO_MANY_ROWS, ARRIVAL = 2, 3, -1  # what kernels record, as in kernels/signals.py
+OTHER_SIGNATURE, TOO_MANY_ROWS, ARRIVAL = 2, 3, -1  # codes that kernels record, as in kernels/signals.py
 NOTHING = Signature(REFUSED, "collective", torch.float32, 0, ())
 
 
@@ -114,7 +113,7 @@ def int32(n: int) -> int:
 
 
 class Workspace:
-    """The memory that a group shares and the order of its calls. Made by all ranks of the group together."""
+    """The memory that a group shares, and the order of its calls. Constructed collectively by all ranks."""
 
     def __init__(self, world: ProcessWorld | ThreadWorld) -> None:
         self.world, self.rank, self.world_size, self.device = (
@@ -129,17 +128,17 @@ class Workspace:
         self.failed: Exception | None = None
         self.timeout_s = getattr(world, "operation_timeout_s", None) or DEFAULT_TIMEOUT_S
         self.wait_seconds = 0.0  # host time spent asleep in waits for peers
-        self.asleep_since: float | None = None  # monotonic time at which the wait for a peer began that goes on now
+        self.asleep_since: float | None = None  # monotonic time at which the current wait for a peer began
         self.operation = ""  # of the last call
         self.on_cpu = self.device.type == "cpu"
         self._order = None if self.on_cpu else StreamOrder(self.device)
         self._in_graph = False
         self._fused_last = False  # CUDA: whether the last call that used slots was a fused kernel
-        self.epochs: int | None = 0  # CUDA: the device's epoch; None once a graph counts too
+        self.epochs: int | None = 0  # CUDA: the device's epoch; None once a graph may advance it
         self.side = None if self.on_cpu or torch.version.hip else SideStream(self.device)
         self.meets = not world.shares_process and runs_kernels(self.device)
         self.debug = any(world.exchange(os.environ.get("FUSEDTP_DEBUG", "0") not in ("", "0")))
-        self._refused: Call | None = None  # the last call, whose signals this rank still has to take
+        self._refused: Call | None = None  # the last call if this rank refused it and has not taken its signals
         self._kept: list[tuple[Region | None, DeviceView | None]] = []
         with torch.inference_mode(False):
             self._make_control_region()
@@ -170,7 +169,7 @@ class Workspace:
             own = self.control.addresses[self.rank]
             for source in range(w):
                 semaphore.init(own + source * semaphore.SIZE)
-            self.semaphores = [a + self.rank * semaphore.SIZE for a in self.control.addresses]  # this rank's, at p
+            self.semaphores = [a + self.rank * semaphore.SIZE for a in self.control.addresses]  # ours in p's memory
             own = self.rank
             self.records_at = [[self._record(p, parity, own) for p in range(w)] for parity in (0, 1)]
             self.records_of = [[self._record(own, parity, p) for p in range(w)] for parity in (0, 1)]
@@ -191,7 +190,7 @@ class Workspace:
         return round_up(self.record_bytes, semaphore.SIZE)
 
     def _record(self, p: int, parity: int, source: int) -> memoryview:
-        """What `source` publishes to rank p in calls of that parity."""
+        """The record that `source` publishes to rank p in calls of that parity."""
         at = self._records_at + (parity * self.world_size + source) * self._record_stride
         control: Any = self.control.buffers[p].numpy()
         return memoryview(control)[at : at + self.record_bytes]
@@ -202,7 +201,7 @@ class Workspace:
         return self.control.nbytes + (self.data.nbytes if self.data else 0)
 
     def view_of(self, p: int, parity: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-        """Rank p's slot of that parity as a tensor; kept, since making it takes as long as a signal."""
+        """Rank p's slot of that parity as a tensor; cached, because making it takes as long as a signal."""
         n = math.prod(shape) * dtype.itemsize
         if n == 0:  # there may be no data region yet
             return torch.empty(shape, dtype=dtype, device=self.device)
@@ -221,7 +220,7 @@ class Workspace:
         return found if found is not None else self.view_of(p, parity, (self.slot_bytes,), torch.uint8, 0)
 
     def flags_at(self, p: int, source: int) -> Tensor:
-        """int32 [FLAGS_PER_SOURCE]: the flags in rank p's memory that `source` sets; kept, as the region lasts."""
+        """int32 [FLAGS_PER_SOURCE]: the flags in rank p's memory that `source` sets; cached: the region never moves."""
         found = self._flag_views.get((p, source))
         if found is None:
             size = 4 * FLAGS_PER_SOURCE
@@ -240,7 +239,7 @@ class Workspace:
         finish(self.device)
 
     def device_view(self) -> DeviceView:
-        """The addresses for a kernel, of slots as large as they are now."""
+        """The addresses for a kernel, with the current size of slots."""
         if self._view is None:
             with torch.inference_mode(False):
                 self._view = self._make_view()
@@ -275,17 +274,17 @@ class Workspace:
 
     @property
     def can_copy(self) -> bool:
-        """Whether copies can go beside a kernel: the host knows which slot the next call uses, and has their stream."""
+        """Whether copies can run while a kernel runs: the host knows the next call's slot and has a copy stream."""
         return self.on_cpu or (self.epochs is not None and self.side is not None)
 
     def grow(self, nbytes: int) -> None:
-        """Collective: make each slot hold `nbytes`. Every rank decides alike, from what all ranks share."""
+        """Collective: make each slot hold `nbytes`. All ranks decide alike, because `nbytes` is equal on all."""
         if nbytes <= self.slot_bytes:
             return
         self.refuse_capture()
         finish(self.device)
         if self._in_graph:
-            self._kept.append((self.data, self._view))  # a captured graph names their addresses
+            self._kept.append((self.data, self._view))  # a captured graph uses their addresses
             self._in_graph = False
         self.world.barrier()
         slot = round_up(nbytes)
@@ -299,23 +298,23 @@ class Workspace:
             )
         self.slot_bytes, self._view = slot, None
         self.views.clear()
-        self.device_view()  # now: during capture its tables could not be copied to the device
+        self.device_view()  # not later: during capture its tables could not be copied to the device
         finish(self.device)
         self.world.barrier()
 
     def refuse_capture(self) -> None:
-        """CUDA: raises RuntimeError if growing is asked for while a graph is being captured."""
+        """CUDA: raises RuntimeError if the workspace would grow during graph capture."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("the workspace would grow during CUDA graph capture; call fusedtp.reserve first")
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def call(self, signature: Signature, nbytes: int) -> Call:
-        """One call of this group's order, a context manager; `nbytes` a slot, the same on all ranks."""
+        """The group's next call, a context manager; it needs `nbytes` of a slot, the same on all ranks."""
         return Call(self, signature, nbytes)
 
     def begin(self) -> int:
-        """Under the lock: the number of the next call. Raises what made the workspace unusable, if anything did."""
+        """Under the lock: the number of the next call. Raises the error that made the workspace unusable, if any."""
         if self.failed is not None or self._status[0] != 0:
             self.check()
         if self._refused is not None:
@@ -326,7 +325,7 @@ class Workspace:
         return self.number
 
     def keep_order(self) -> None:
-        """For what uses no slot and compares nothing: its stream follows the last call's. Raises as `check` does."""
+        """Order the current stream after the last call, without slots or comparison. Raises like `check`."""
         with self.lock:
             self.check()
             if self._order is not None:
@@ -334,7 +333,7 @@ class Workspace:
                 self._order.leave()
 
     def end(self) -> None:
-        """Under the lock, which it releases: the last call is over."""
+        """End the last call. Expects the lock and releases it."""
         try:
             if self._order is not None:
                 self._order.leave()
@@ -365,7 +364,7 @@ class Workspace:
         )
 
     def refuse(self) -> None:
-        """CPU: this rank raises in place of the call that its peers are about to make; see Note [Refused calls]."""
+        """CPU: this rank raises instead of making the call that its peers make; see Note [Refused calls]."""
         with self.lock:
             if not self.on_cpu or self.failed is not None:
                 return
@@ -373,7 +372,7 @@ class Workspace:
                 if self._refused is not None:
                     self._settle()
             except SignalTimeout:
-                return  # the group is at its end, and the peers have been told
+                return  # the group is unusable, and the peers have been notified
             self.number += 1
             self._refused = Call(self, NOTHING, 0)
             self._refused.refuse(self.number)
@@ -390,7 +389,7 @@ class Workspace:
             raise
 
     def give_up(self, call: Call, error: BaseException) -> None:
-        """After a timeout, an interrupt, or copies without their kernel the workspace is not used again."""
+        """Mark the workspace as unusable after a timeout, an interrupt, or copies without their kernel."""
         what = "interrupted in a call" if isinstance(error, KeyboardInterrupt) else f"left in a call by {error!r}"
         self.failed = error if isinstance(error, SignalTimeout) else SignalTimeout(what)
         call.leave_peers()
@@ -405,15 +404,15 @@ class Workspace:
         self._fused_last = fused
 
     def failure_words(self, number: int, kind: str = FAILED) -> bytes:
-        """What a rank publishes that raised."""
+        """The record of a rank that raised."""
         return failure_words(number, kind)[: self.record_bytes]
 
     def fail_kernels_of_peers(self, number: int, words: bytes) -> None:
-        """CPU: let an interpreted kernel of a peer that waits for this rank's flags leave with a mismatch."""
-        for p in self.peers:  # all of these first: a kernel that leaves makes its rank tell the others
+        """CPU: make peers' interpreted kernels that wait for this rank's flags leave with a mismatch."""
+        for p in self.peers:  # all records before any flag: a kernel that leaves makes its rank notify the others
             self.records_at[number & 1][p][:] = words
         for p in self.peers:
-            self._arrivals[p][number & 1, self.rank] = number & 0xFFFFFFFF  # of signature 0
+            self._arrivals[p][number & 1, self.rank] = number & 0xFFFFFFFF  # with signature hash 0
             self._flags[p][self.rank, :] = int32(number)
 
 
@@ -424,7 +423,7 @@ class Call:
             call.publish(p) once and call.wait(p) once for every peer p, or one kernel on call.kernel_view()
 
     On CPU the hosts signal each other through semaphores; on a GPU the ranks' streams meet, or kernels signal and wait.
-    What an interpreted kernel recorded is raised when the call ends.
+    An error recorded by an interpreted kernel is raised when the call ends.
     """
 
     used_barrier = False
@@ -435,7 +434,7 @@ class Call:
     def __init__(self, workspace: Workspace, signature: Signature, nbytes: int) -> None:
         self.ws, self.signature, self.nbytes = workspace, signature, nbytes
         self.on_cpu = workspace.on_cpu
-        self.blamed = workspace.rank  # whose fault it is that this rank gives up
+        self.blamed = workspace.rank  # the rank to blame if this rank gives up
         self.to_publish, self.to_wait = set(workspace.peers), set(workspace.peers)
 
     def __enter__(self) -> Call:
@@ -481,12 +480,12 @@ class Call:
         if self.on_cpu or self.ws.world.shares_process:  # else kernels compare hashes
             before, behind = self.signature.around
             words = before + number.to_bytes(8, byteorder) + behind
-            self.words = words[: self.ws.record_bytes]  # what this rank publishes
+            self.words = words[: self.ws.record_bytes]  # this rank's record
         if self.on_cpu:
             self.ws.epoch_word[0] = number & 0xFFFFFFFF
 
     def _grow(self) -> None:
-        """Growing is collective: every rank comes to it, or every rank raises."""
+        """Growing is collective: every rank gets here, or every rank raises."""
         self.ws.refuse_capture()
         self._agree()
         self.ws.grow(self.nbytes)
@@ -505,28 +504,28 @@ class Call:
     # -- slots and kernels ---------------------------------------------------------------------------------------
 
     def buffer(self, p: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """Rank p's slot of this call as a tensor, `offset` bytes in."""
+        """Rank p's slot of this call as a tensor, from byte `offset` on."""
         found = self.ws.views.get((p, self.parity, shape, dtype, offset))
         return found if found is not None else self.ws.view_of(p, self.parity, shape, dtype, offset)
 
     def kernel_view(self) -> DeviceView:
-        """For one fused kernel, which signals and waits itself.
+        """The view for one fused kernel, which signals and waits by itself.
 
-        On CPU the peers' hosts are also told the signature, so that a peer in another engine finds the mismatch at
-        once (nothing here waits for that), and a peer's death ends the kernel.
+        On CPU this also publishes the signature to the peers' hosts, so that a peer in another engine finds the
+        mismatch at once (without waiting here), and watches the peers, so that the kernel ends if one dies.
         """
         ws = self.ws
         if self.on_cpu:
-            ws.epoch[1:].zero_()  # a kernel that failed may have left something
+            ws.epoch[1:].zero_()  # a failed kernel may have left counts
             self.publish_all()
             self.watch = PeerWatch(self)
         else:
-            # if this raises, it is unknown whether the kernel was started
+            # stays None if the launch raises: then it is unknown whether the kernel was started
             self.counted, ws.epochs = ws.epochs, None
         return ws._view or ws.device_view()
 
     def copies(self) -> Copies | None:
-        """How copies send the rows of a fused gather; None where programs must. Before `kernel_view`.
+        """The copies that send the rows of a fused gather; None if programs must. Call it before `kernel_view`.
 
         See Note [Copies beside a kernel] in copies.py.
         """
@@ -547,7 +546,7 @@ class Call:
         if self.on_cpu:
             self._post(p, self.words)
             return
-        # A host-sequenced engine: the last publish is a barrier of the ranks' streams, so no wait is needed.
+        # A host-driven engine: the last publish is a barrier of the ranks' streams, so no wait is needed.
         self.to_publish.discard(p)
         self.used_barrier = True
         if not self.to_publish:
@@ -562,7 +561,7 @@ class Call:
                 self.publish(p)
 
     def wait(self, p: int) -> None:
-        """Acquire what rank p released in this call; raises SignalTimeout, PeerDied or SignatureMismatch."""
+        """Acquire rank p's stores of this call; raises SignalTimeout, PeerDied or SignatureMismatch."""
         if self.on_cpu:
             self.take(p)
             theirs = self.ws.records_of[self.parity][p].tobytes()
@@ -570,15 +569,15 @@ class Call:
                 compare(self.words, theirs, self.ws.rank, p, self.ws.world_size)
 
     def publish_and_wait(self) -> None:
-        """What every rank has stored in its slot so far can be read from here on."""
+        """Publish to and wait for every peer: afterwards everything that ranks stored in their slots can be read."""
         self.publish_all()
         for p in sorted(self.to_wait):
             self.wait(p)
 
     def handshake(self) -> None:
-        """Every rank is in this call with the same signature; on a GPU this orders no data.
+        """Check that every rank is in this call with the same signature; on a GPU this orders no data.
 
-        There kernels compare, if they can, and the host hears of another signature when it next looks.
+        There kernels compare, if they can, and the host sees a mismatch when it next checks.
         """
         if self.on_cpu:
             self.publish_and_wait()
@@ -586,19 +585,19 @@ class Call:
             self.meet()
 
     def meet(self) -> None:
-        """CUDA: a barrier of the ranks' streams, which compares signatures where a kernel can."""
+        """CUDA: a barrier of the ranks' streams; it compares signatures if kernels can run."""
         ws = self.ws
         if ws.meets:
-            counted, ws.epochs = ws.epochs, None  # if this raises, it is unknown whether the kernel was started
+            counted, ws.epochs = ws.epochs, None  # stays None if the launch raises: then the epoch is unknown
             device_view.meet(ws.device_view(), ws.rank, ws.world_size, self.signature.hash32)
             ws.epochs = None if counted is None else counted + 1
         else:
             ws.world.stream_barrier(ws.control, ws.timeout_s)
 
     def _compare_threads(self) -> None:
-        """CUDA, ranks that are threads of one process: raises SignatureMismatch, in all of them, if two differ.
+        """CUDA, ranks that are threads of one process: raises SignatureMismatch on all ranks if two differ.
 
-        Not during capture, which ranks do one after another; the kernels compare when the graph is replayed.
+        Not during capture, which ranks do one after another; kernels compare when the graph is replayed.
         """
         world = self.ws.world
         if is_capturing():
@@ -612,9 +611,9 @@ class Call:
             compare(self.words, theirs, world.rank, p, world.world_size)
 
     def _agree(self) -> None:
-        """Before growing: every rank comes back from here, or every rank raises.
+        """Before growing: every rank returns from here, or every rank raises.
 
-        On CPU a handshake alone would let a rank through that a failing peer had already signalled.
+        On CPU a handshake is not enough: a rank would pass if a failing peer had already signalled it.
         """
         if not self.on_cpu:
             self.handshake()
@@ -625,13 +624,13 @@ class Call:
         try:
             self.handshake()
         except (SignalTimeout, SignatureMismatch, KeyboardInterrupt):
-            raise  # these all ranks see, or the group is at its end
+            raise  # all ranks see these, or the group is unusable
         except BaseException as error:
             fault = error
             self._abandon(error)
-            if self._is_refused():  # by a rank that does not vote, as all the others know too
+            if self._is_refused():  # the refusing rank does not vote, and all others know it
                 raise
-        consequence = isinstance(fault, PeerFailed)  # of what another rank raised, which is the one to name
+        consequence = isinstance(fault, PeerFailed)  # caused by another rank's error, which is the one to report
         votes = self.ws.world.exchange(0 if fault is None else 1 if consequence else 2)
         if fault is not None:
             raise fault
@@ -641,12 +640,12 @@ class Call:
             raise PeerFailed(f"{what}; rank {self.ws.rank} stops too")
 
     def _is_refused(self) -> bool:
-        """After all peers' signals were taken: whether one of them refused this call."""
+        """Whether a peer refused this call. Only after all peers' signals were taken."""
         records = self.ws.records_of[self.parity]
         return any(operation_of(records[p].tobytes()) == REFUSED for p in self.ws.peers)
 
     def _close(self) -> None:
-        """Signal and wait for whoever is left (Note [Two rotating buffers]), and raise what a kernel recorded."""
+        """Signal and wait for the remaining peers (Note [Two rotating buffers]); raise an error a kernel recorded."""
         ws = self.ws
         if self.on_cpu:
             if self.watch is not None and self.watch.error is not None:
@@ -659,7 +658,7 @@ class Call:
                 self.wait(p)
             if ws._status[0] == OTHER_SIGNATURE:
                 raise PeerFailed(f"a peer left call {self.number} ({self.signature.operation}); rank {ws.rank} too")
-        else:  # no slot is written again before all have read it
+        else:  # no slot is written again before all ranks have read it
             self.meet()
 
     # -- between CPU ranks: semaphores, and leaving a call when something fails -------------------------------------
@@ -672,7 +671,7 @@ class Call:
         self.to_publish.discard(p)
 
     def take(self, p: int) -> None:
-        """Take the signal of rank p, whatever it says. Raises SignalTimeout or PeerDied."""
+        """Take rank p's signal, whatever its record. Raises SignalTimeout or PeerDied."""
         self.to_wait.discard(p)
         ws = self.ws
         address = ws.control.addresses[ws.rank] + p * semaphore.SIZE
@@ -712,11 +711,11 @@ class Call:
         return kind(f"rank {p} {what} while rank {self.ws.rank} waited for it in call {self.number}")
 
     def _abandon(self, error: BaseException) -> None:
-        """Note [Failed calls]: keep in step with the peers although this rank raises."""
+        """Stay in step with the peers although this rank raises: Note [Failed calls]."""
         if not self.on_cpu:
             return
         ws = self.ws
-        consequence = isinstance(error, (SignatureMismatch, PeerFailed))  # then the blame is another rank's
+        consequence = isinstance(error, (SignatureMismatch, PeerFailed))  # then another rank is to blame
         words = self.words if consequence else ws.failure_words(self.number)
         ws.fail_kernels_of_peers(self.number, words)
         for p in sorted(self.to_publish):
@@ -729,7 +728,7 @@ class Call:
         ws.status.zero_()
 
     def refuse(self, number: int) -> None:
-        """Note [Refused calls]: signal every peer that this rank raised in place of this call."""
+        """Signal every peer that this rank raised instead of making this call: Note [Refused calls]."""
         self._numbered(number)
         words = self.ws.failure_words(number, REFUSED)
         self.ws.fail_kernels_of_peers(number, words)
@@ -749,9 +748,9 @@ class Call:
 
 
 class PeerWatch(threading.Thread):
-    """CPU: fails an interpreted kernel that waits for a rank whose process has ended or that gave up."""
+    """CPU: ends an interpreted kernel that waits for a rank that has died or given up."""
 
-    GRACE_SECONDS = 2.0  # a peer that exits after its last signal is no failure
+    GRACE_SECONDS = 2.0  # a peer may exit after its last signal
 
     def __init__(self, call: Call) -> None:
         super().__init__(daemon=True, name="fusedtp watch")

@@ -1,4 +1,4 @@
-"""The operations: matmuls that communicate, each in a file of its own, and what they are declared by."""
+"""The operations: matmuls that communicate, one per file, and the classes that declare them."""
 
 from .all_gather_matmul import all_gather_matmul
 from .all_gather_wgrad import all_gather_wgrad

@@ -4,15 +4,15 @@ Gate and up projection of SwiGLU or GeGLU on token shards, with one gather for b
 so that the hidden state is written once. Rows travel as in all_gather_matmul.
 
 rank r, chunked    copy x to slot | publish | g, u, y of x    | wait r+1 | g, u, y of x_{r+1} | ...
-rank r, triton     some programs push x to every peer; a tile of the others sums both products from the same blocks of
-                   x and activates them before they are rounded (kernels/all_gather_gated_matmul.py)
+rank r, triton     some programs push x to every peer; the others accumulate both products from the same blocks of x
+                   and apply the activation before rounding (kernels/all_gather_gated_matmul.py)
 rank r, few rows   all programs push x to every rank, then multiply the rows of all ranks together
                    (kernels/all_gather_few_rows.py)
 
 forward  y = act(g) * u
-dgrad    dx = matmul_reduce_scatter([dg, du], [gate.T, up.T]), with dg and du of y's gradient
-wgrad    dgate, dup = all_gather_wgrad(x, [dg, du]), or local on a gathered x that was kept
-saved    the shard of x, both weights, g and u; under activation checkpointing all of it is computed again
+dgrad    dx = matmul_reduce_scatter([dg, du], [gate.T, up.T]), with dg and du from y's gradient
+wgrad    dgate, dup = all_gather_wgrad(x, [dg, du]), or local if the gathered x was kept
+saved    the shard of x, both weights, g and u; activation checkpointing recomputes all of it
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ def all_gather_gated_matmul(
         x        [T_r, K]    this rank's rows; with dim=1 [B, S_r, K]
         weights  [N, K]      gate and up: this rank's rows of each full weight
         act      "silu" (SwiGLU), "gelu" or "gelu_pytorch_tanh" (GeGLU), as transformers calls them
-        biases   [N]         or None, one of each weight
+        biases   [N]         or None, one entry per weight
         sizes    every rank's rows, the same list on all ranks; None: as many as here
         engine   "auto", "collective", "chunked" or "triton"
         layer    the kind of layer that the call and its backward are counted for
         return   ([T, N],)   act(x @ gate.T) * (x @ up.T); with dim=1 [B, S, N]
 
     `triton` activates fp32 sums and rounds once; the other engines round both products first. A weight or bias may be a
-    DTensor on the group's mesh, of which each rank's part is meant: Note [DTensors as operands] in operation.py. A
-    weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in main_grad.py.
+    DTensor on the group's mesh; each rank uses its shard: Note [DTensors as operands] in operation.py. If a weight has
+    an attribute `main_grad`, its gradient is added there: Note [main_grad] in main_grad.py.
 
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Shazeer 2020, "GLU variants"; Korthikanti et al. 2022, section 4.2.2.
@@ -205,7 +205,7 @@ def collective(
 def chunked(
     plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], act: str, products: bool, keep: bool
 ) -> Result:  # fmt: skip
-    """Shard by shard as they arrive, own rows first; a shard's products are activated as soon as they are made."""
+    """Shard by shard as they arrive, own rows first; each shard's products are activated at once."""
     rows, comm, n = plan.rows, plan.comm, weights[0].shape[0]
     y, g, u = (x.new_empty(rows.total, n) for _ in range(3))
     full = x.new_empty(rows.total, x.shape[1]) if keep else None
@@ -227,7 +227,7 @@ def chunked(
 def triton(
     plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], act: str, products: bool, keep: bool
 ) -> Result:  # fmt: skip
-    """One launch: programs push x, or copies bring it, while the others multiply. With few rows all push first."""
+    """One launch: some programs push x, or copies bring it, while the others multiply. With few rows all push first."""
     rows = plan.rows
     with plan.call() as call:
         copies = call.copies() if plan.copies else None
@@ -263,7 +263,7 @@ def _launched(
     together: bool, at: OnRank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool,
     copied: bool, _: Any,
 ) -> tuple[Launch, dict[str, Tensor]]:  # fmt: skip
-    """For the checks, which compare both products: y is rounded, and the properties hold it."""
+    """For the checks, which compare both products, not y: y is rounded again, and the property tests cover it."""
     launch, (_, g, u, *gathered) = plan_all_gather_gated_matmul(
         at.view, at.rank, at.world_size, x, weights, biases, at.rows, at.sig, "silu", True, keep, at.config, at.machine,
         copied, together,
@@ -329,10 +329,10 @@ def prepare(
     """The launch without its pointers, for operands of these shapes, strides and alignments.
 
     x          [R_r, K]   any strides
-    weights    [N, K]     gate and up, any strides, the same of both
+    weights    [N, K]     gate and up, any strides, the same for both
     products   whether g and u are stored too
-    config     None: the default, whose columns two weights share
-    by_copies  x travels beside the kernel, in copies
+    config     None: the default, with a tile's columns shared by the two weights
+    by_copies  copies send x while the kernel runs
     """
     from fusedtp.kernels.all_gather_gated_matmul import all_gather_gated_matmul_kernel
 
@@ -355,7 +355,7 @@ def prepare_together(
     config: Config | None,
     machine: Machine,
 ) -> Launch:
-    """The launch for few rows, likewise: all programs send, then multiply."""
+    """Like `prepare`, for few rows: all programs send, then multiply."""
     from fusedtp.kernels.all_gather_few_rows import few_rows_gated_kernel
 
     if config is None:
@@ -371,7 +371,7 @@ def prepare_together(
 
 
 def gated_args(config: Config, weights: Sequence[Tensor], act: str) -> dict[str, Any]:
-    """The arguments of both kernels that tell of the weights [N, K]."""
+    """The arguments of both kernels that describe the weights [N, K]."""
     n, k = weights[0].shape
     return dict(
         stride_wn=weights[0].stride(0),
@@ -383,7 +383,7 @@ def gated_args(config: Config, weights: Sequence[Tensor], act: str) -> dict[str,
 
 
 def outputs(x: Tensor, weights: Sequence[Tensor], rows: Rows, products: bool, keep: bool) -> Result:
-    """What the kernel fills."""
+    """Allocate the kernel's outputs."""
     made = [x.new_empty(rows.total, weights[0].shape[0]) for _ in range(3 if products else 1)]
     return [*made, x.new_empty(rows.total, x.shape[1])] if keep else made
 
@@ -396,7 +396,7 @@ def pointers(
     outs: Result,
     products: bool,
 ) -> dict[str, Any]:
-    """The arguments that a prepared launch lacks."""
+    """The remaining arguments of a prepared launch."""
     gate_bias, up_bias = (None if b is None else b.contiguous() for b in biases)
     kept = outs[3 if products else 1 :]
     return dict(
@@ -430,7 +430,7 @@ def plan_all_gather_gated_matmul(
     by_copies: bool = False,
     together: bool = False,
 ) -> tuple[Launch, Result]:
-    """The whole launch, not yet run, and its outputs; see `prepare`, `prepare_together` and `pointers`."""
+    """The complete launch, not yet run, and its outputs; see `prepare`, `prepare_together` and `pointers`."""
     weights = of_one_layout(weights)
     if together:
         launch = prepare_together(x, weights, rows, act, products, config, machine)

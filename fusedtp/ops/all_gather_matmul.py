@@ -4,14 +4,14 @@ rank r, chunked     copy x to slot | publish | x @ w      | wait r+1 | x_{r+1} @
 rank r+1            copy x to slot | publish | x @ w      | wait r+2 | ...
                                         ^ its flag is set long before rank r asks for it
 
-rank r, triton      some programs push x to every peer, then multiply as all the others do what has arrived,
+rank r, triton      some programs push x to every peer, then join the others, which multiply rows as they arrive:
                     own rows first, then those of rank r-1, r-2, ... (kernels/all_gather_matmul.py)
 rank r, few rows    all programs push x to every rank, then multiply the rows of all ranks together
                     (kernels/all_gather_few_rows.py)
 
 forward  y_i = all_gather(x) @ w_i.T + b_i
 dgrad    dx = matmul_reduce_scatter(dy_i, w_i.T), summed over i before the exchange
-wgrad    dw_i = all_gather_wgrad(x, dy_i), or local on a gathered x that was kept
+wgrad    dw_i = all_gather_wgrad(x, dy_i), or local if the gathered x was kept
 both     in one call on CPU ranks: column_backward.py
 saved    the shard of x and the weights; with `keep_gathered` the gathered x, copied out of the workspace
 """
@@ -69,9 +69,9 @@ from .rows import Rows, rows_of_shard
 from .shards import shards_as_they_arrive
 
 TOGETHER = 512  # rows, see most_together
-PARTS = 16  # of a row that is sent, so that there is one for most programs: so many to each rank
+PARTS = 16  # pieces that a row is sent in, per destination rank, so that most programs have one to send
 COPIED = 16 << 10  # bytes that a program loads at once
-WIDEST_FP8 = 128  # columns of a tile: for more, sums, scales and addresses fit no registers on sm_100
+WIDEST_FP8 = 128  # columns of a tile: beyond that, sums, scales and addresses exceed the registers of sm_100
 
 Result = list[Tensor]  # y_i, and the gathered x if `keep`
 
@@ -92,14 +92,14 @@ def all_gather_matmul(
 
         x        [T_r, K]    this rank's rows; with dim=1 [B, S_r, K]
         weights  [N_i, K]    this rank's rows of each full weight
-        biases   [N_i]       or None, one entry a weight
+        biases   [N_i]       or None, one entry per weight
         sizes    every rank's rows, the same list on all ranks; None: as many as here
         engine   "auto", "collective", "chunked" or "triton"
         layer    the kind of layer that the call and its backward are counted for
-        return   [T, N_i]    one a weight; with dim=1 [B, S, N_i]
+        return   [T, N_i]    one per weight; with dim=1 [B, S, N_i]
 
-    A weight or bias may be a DTensor on the group's mesh, of which each rank's part is meant: Note [DTensors as
-    operands] in operation.py. A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in
+    A weight or bias may be a DTensor on the group's mesh; each rank uses its shard: Note [DTensors as operands] in
+    operation.py. If a weight has an attribute `main_grad`, its gradient is added there: Note [main_grad] in
     main_grad.py.
 
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
@@ -130,7 +130,7 @@ class _ColumnParallel(Function):
         need_x, need_weights = spec.needs_grad & 1, spec.needs_grad >> 1 & ((1 << n) - 1)
         keep = keep and need_weights != 0
         outs = op(spec, x, weights, biases, keep, plan=plan)
-        # what no gradient reads is neither kept nor guarded against changes
+        # save only what a gradient reads: a saved tensor keeps its memory and must not change in place
         saved = (outs[n] if keep else x) if need_weights else None
         ctx.save_for_backward(saved, *(weights if need_x else ()))
         ctx.spec, ctx.main_grads, ctx.has_gathered = backward, main_grads, keep
@@ -146,9 +146,9 @@ class _ColumnParallel(Function):
 def column_grads(
     ctx: Any, needs: Sequence[bool], x: Tensor | None, weights: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """(dx, dw_0.., db_0..) of a column-parallel layer, those that `needs` wants, from the gradients of its products.
+    """(dx, dw_0.., db_0..) of a column-parallel layer from the gradients of its products; None where not in `needs`.
 
-    ctx   of its node: spec, main_grads, and has_gathered, whether x is that of all ranks
+    ctx   of its node: spec, main_grads, and has_gathered, i.e. whether x holds the rows of all ranks
     """
     n = len(ctx.main_grads)
     need_x, need_weights = needs[0], any(needs[1 : n + 1])
@@ -206,7 +206,7 @@ def collective(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor
 
 
 def chunked(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool) -> Result:
-    """Shard by shard as they arrive, own rows first. On a CPU a peer's rows are read where they lie."""
+    """Shard by shard as they arrive, own rows first. On CPU a peer's rows are read in place."""
     rows, comm, width = plan.rows, plan.comm, x.shape[1]
     outs = [x.new_empty(rows.total, w.shape[0]) for w in weights]
     full = x.new_empty(rows.total, width) if keep else None
@@ -226,7 +226,7 @@ def chunked(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | 
 
 
 def triton(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool) -> Result:
-    """One launch: programs push x, or copies bring it, while the others multiply. With few rows all push first."""
+    """One launch: some programs push x, or copies bring it, while the others multiply. With few rows all push first."""
     rows = plan.rows
     with plan.call() as call:
         copies = call.copies() if plan.copies else None
@@ -306,11 +306,11 @@ op = Operation(
 )
 
 
-# -- the launcher of the kernel; what it shares with all_gather_wgrad's ----------------------------------------------
+# -- the kernel's launcher; all_gather_wgrad shares parts of it ------------------------------------------------------
 
 
 def gather_slot_bytes(rows: Rows, k: int, dtype: torch.dtype) -> int:
-    """What the kernel needs in a slot: the gathered tensor."""
+    """Bytes the kernel needs in a slot: the gathered tensor."""
     return rows.total * k * dtype.itemsize
 
 
@@ -328,7 +328,7 @@ def prepare(
     x        [R_r, K]   any strides
     w_i      [N_i, K]   any strides
     config   None: the tuned one, or the default
-    copied   x travels beside the kernel, in copies
+    copied   copies send x while the kernel runs
     """
     from fusedtp.kernels.all_gather_matmul import all_gather_matmul_kernel
 
@@ -348,24 +348,24 @@ def prepare(
 
 
 def most_together(world_size: int, dtype: torch.dtype) -> int:
-    """Up to how many rows, over all ranks, are brought together before they are multiplied.
+    """Up to how many rows, over all ranks, are gathered completely before they are multiplied.
 
-    A product of more takes long enough to hide the sending. So does one of fewer rows in fp32, or on few ranks, which
-    would load each weight only a few times.
+    A product of more rows takes long enough to hide the sending. In fp32, fewer rows are enough. The limit is also
+    lower on few ranks, where the other kernel loads each weight only a few times.
     """
     most = TOGETHER if world_size >= 4 else TOGETHER // 2
     return most if dtype.itemsize <= 2 else most // 2
 
 
 def come_together(rows: Rows, dtype: torch.dtype) -> bool:
-    """Whether these rows are. Ranks must choose the same kernel, so this depends only on what they share."""
+    """Whether these rows are gathered completely first. All ranks must agree, so this uses only shared values."""
     return rows.total <= most_together(len(rows.sizes), dtype)
 
 
 def prepare_together(
     x: Tensor, weights: Sequence[Tensor], rows: Rows, config: Config | None, machine: Machine
 ) -> Launch:
-    """The launch for few rows, likewise."""
+    """Like `prepare`, for few rows."""
     from fusedtp.kernels.all_gather_few_rows import few_rows_gather_kernel
 
     config = together_config(machine, x.dtype, rows, weights, x.shape[1]) if config is None else config
@@ -382,7 +382,7 @@ def pointers(
     outputs: Sequence[Tensor],
     gathered: Tensor | None,
 ) -> dict[str, Any]:
-    """The arguments that a prepared launch lacks.
+    """The remaining arguments of a prepared launch.
 
     outputs   y_i [T, N_i], contiguous
     gathered  [T, K] in global row order, contiguous, or None
@@ -418,7 +418,7 @@ def plan_all_gather_matmul(
     copied: bool = False,
     together: bool = False,
 ) -> tuple[Launch, list[Tensor], Tensor | None]:
-    """The whole launch, not yet run, and its outputs; see `prepare`, `prepare_together` and `pointers`."""
+    """The complete launch, not yet run, and its outputs; see `prepare`, `prepare_together` and `pointers`."""
     if together:
         launch = prepare_together(x, weights, rows, config, machine)
     else:
@@ -439,15 +439,15 @@ def together_config(machine: Machine, dtype: torch.dtype, rows: Rows, weights: S
 
 @tuned.remembered
 def together_tile(machine: Machine, dtype: torch.dtype, world: int, **output: int) -> Config:
-    """Tiles and stages for an output [rows, cols] of `output`, which also has `k`, and `even` as `tiles` has it.
+    """Tiles and stages. `output` has its shape `rows` and `cols`, the depth `k`, and `even` as in `tiles`.
 
-    world   ranks for which the table of tuned ones is asked; 0: the default
+    world   number of ranks to look up in the tuned tables; 0: use the default
     """
     found = tuned.lookup("all_gather_matmul", machine, dtype, world=world, **output) if world else tuned.NOTHING
     rows, cols, even = output["rows"], output["cols"], bool(output["even"])
     if found:
         shape = tuned.tile(tiles(machine, dtype, rows, cols, even), found)
-    else:  # from the widest tile on, which is narrowed to what the columns fill
+    else:  # start from the widest tile, then narrow it to the columns there are
         shape = tiles(machine, dtype, rows, max(cols, 256 * machine.programs), even)
         if dtype.itemsize == 1 and shape.block_n > WIDEST_FP8:
             shape = replace(shape, block_n=WIDEST_FP8, max_registers=ALL_REGISTERS)
@@ -459,7 +459,7 @@ def together_tile(machine: Machine, dtype: torch.dtype, world: int, **output: in
 def choose_config(
     kernel: str, machine: Machine, dtype: torch.dtype, shards: Rows, flags: int, width: int, **output: int
 ) -> Config:
-    """Of a kernel with this output, for an x of `width` columns whose rows are `shards`."""
+    """Configuration of a kernel with this output, for an x with `width` columns and the rows `shards`."""
     found = tuned.lookup(kernel, machine, dtype, world=len(shards.sizes), **output)
     default = tiles(machine, dtype, output["rows"], output["cols"], bool(output["even"]))
     return with_senders(tuned.tile(default, found), machine, shards, flags, dtype, width)
@@ -468,7 +468,7 @@ def choose_config(
 def with_senders(
     shape: Config, machine: Machine, rows: Rows, flags: int, dtype: torch.dtype | None = None, width: int = 0
 ) -> Config:
-    """Tile sizes plus how many programs send, and how many rows a flag covers: tuned for x of `dtype`, if given."""
+    """Add to the tile sizes how many programs send and how many rows a flag covers; tuned for `dtype`, if given."""
     senders, others = gather_programs(machine)
     chunk = gather_chunk(rows.longest, flags)
     if dtype is not None:
@@ -479,28 +479,28 @@ def with_senders(
 
 
 def gather_tiles(config: Config, machine: Machine, x: Tensor, weights: Sequence[Tensor]) -> Config:
-    """A default configuration as it serves a gather of x: see `of_vectors`. x [R_r, K] goes by pointers."""
+    """Adapt a default configuration to a gather of x, see `of_vectors`. x [R_r, K] is loaded through pointers."""
     by_tma, _ = weights_by_tma(config, weights)
     return of_vectors(config, machine, x, *(() if by_tma else weights))
 
 
 def without_senders(config: Config, machine: Machine) -> Config:
-    """The same where copies send: all programs multiply. What a flag covers stays, for peers whose programs send.
+    """The same if copies send: all programs multiply. Flags cover the same rows, for peers whose programs send.
 
-    On a GPU that ranks share, the senders' SMs stay free: a copy within one GPU may be a kernel of the driver's, and
-    has to find room beside kernels that wait for it.
+    On a GPU shared by ranks, the senders' SMs stay free: a copy within one GPU may be a kernel of the driver, and must
+    find SMs next to kernels that wait for it.
     """
     others = config.other_programs + (0 if machine.shared_gpu else config.send_programs)
     return replace(config, send_programs=0, other_programs=others)
 
 
 def sending_of(copies: Copies, rank: int, x: Tensor, rows: Rows, config: Config) -> Sending:
-    """x [R_r, K], contiguous, on its way to where the kernel looks for it: the gathered tensor in the peers' slots."""
+    """The copies of x [R_r, K], contiguous, to where the kernel expects it: the gathered tensor in the peers' slots."""
     return copies.of(x, rows.batch * rows.offset(rank) * x.shape[1] * x.element_size(), config.chunk)
 
 
 def weight_args(config: Config, weights: Sequence[Tensor], k: int) -> dict[str, Any]:
-    """The arguments of a kernel that takes several weights [N_i, K]; `pointers` has the rest."""
+    """The arguments of a kernel that takes several weights [N_i, K]; `pointers` adds the rest."""
     tma, across = weights_by_tma(config, weights)
     return dict(
         TMA=tma,
@@ -514,7 +514,7 @@ def weight_args(config: Config, weights: Sequence[Tensor], k: int) -> dict[str, 
 
 
 def row_args(x: Tensor, rows: Rows, config: Config) -> dict[str, Any]:
-    """The arguments that every kernel takes which gathers x [R_r, K]."""
+    """The arguments of every kernel that gathers x [R_r, K]."""
     return dict(
         sizes=tuple(odd(size) for size in rows.sizes),
         batch=rows.batch,
@@ -528,9 +528,9 @@ def row_args(x: Tensor, rows: Rows, config: Config) -> dict[str, Any]:
 
 
 def together_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> dict[str, Any]:
-    """The arguments that both kernels of few rows take.
+    """The arguments of both kernels for few rows.
 
-    A program sends a part of the columns of all its rank's rows at a time, in blocks of up to COPIED bytes.
+    A program sends one group of columns of all its rank's rows at a time, in blocks of up to COPIED bytes.
     """
     on_host, item = machine.clock == "host", x.element_size()
     part = power_of_two(-(-x.shape[1] // (2 if on_host else PARTS)))
@@ -543,9 +543,9 @@ def together_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> di
 
 
 def gather_args(x: Tensor, rows: Rows, config: Config, machine: Machine) -> dict[str, Any]:
-    """The arguments that both gathers' kernels take.
+    """The arguments of both gather kernels.
 
-    A sender's block is whole cache lines of a few rows, a part of each: one is stored while the next comes.
+    A sender's block is whole cache lines: a part of each of a few rows. It stores one block while it loads the next.
     """
     on_host = machine.clock == "host"
     copy_k = 256 if on_host else 2048 // x.element_size()

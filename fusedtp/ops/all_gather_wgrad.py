@@ -1,6 +1,6 @@
 """dw_i [N_i, K] = dy_i [T, N_i].T @ all_gather(x [T_r, K]): the weight gradients of column-parallel layers.
 
-The sum over T runs shard by shard: the rows of a shard are added as soon as they have arrived. Not differentiable.
+The sum over T runs shard by shard: a shard's rows are added as soon as they arrive. Not differentiable.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def all_gather_wgrad(
     dim: int = 0,
     engine: str = "auto",
 ) -> tuple[Tensor, ...]:
-    """Weight gradients of column-parallel layers, whose input was saved as a shard. Not differentiable.
+    """Weight gradients of column-parallel layers that saved a shard of their input. Not differentiable.
 
         x       [T_r, K]  this rank's rows; with dim=1 [B, S_r, K]
         dys     [T, N_i]  gradients of the outputs; with dim=1 [B, S, N_i]
@@ -98,7 +98,7 @@ def chunked(plan: Plan, x: Tensor, dys: list[Tensor], dtype: torch.dtype) -> lis
 
 
 def triton(plan: Plan, x: Tensor, dys: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """One launch: programs push x to all peers, or copies bring it, while the others sum over what has arrived."""
+    """One launch: some programs push x to all peers, or copies bring it, while the others sum over arrived rows."""
     rows, padded = plan.rows, []
     for dy in dys:
         padded.append(even_columns(dy) if dy.shape[1] % VECTOR else dy)
@@ -180,7 +180,7 @@ def prepare(
     x        [R_r, K]   any strides
     dy_i     [T, N_i]   rows in global order, any strides, `even_columns`
     config   None: the tuned one, or the default
-    copied   x travels beside the kernel, in copies
+    copied   copies send x while the kernel runs
     """
     from fusedtp.kernels.all_gather_wgrad import all_gather_wgrad_kernel
 
@@ -189,7 +189,7 @@ def prepare(
         at = dict(rows=out_rows, cols=k, k=rows.total, even=k % VECTOR == 0)
         config = choose_config("all_gather_wgrad", machine, x.dtype, rows, view.flags_per_source, k, **at)
         if rows.batch > 1 and config.block_n == 256 and config.block_k > 32:
-            # Rows in runs have no common stride: beside so wide a tile, 64 addresses do not fit a thread's registers.
+            # Rows in runs have no common stride, and 64 addresses do not fit in a thread's registers next to this tile.
             config = replace(config, block_k=32, num_stages=4)
     config = without_senders(config, machine) if copied else config
     even_k = all(size % config.block_k == 0 for size in rows.sizes)
@@ -207,7 +207,7 @@ def prepare(
 
 
 def pointers(launch: Launch, peers: Any, x: Tensor, dys: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str, Any]:
-    """The arguments that a prepared launch lacks. outputs dw_i [N_i, K] of x's dtype, or fp32: as accumulated."""
+    """The remaining arguments of a prepared launch. outputs dw_i [N_i, K] in x's dtype, or fp32 as accumulated."""
     args = dict(peers=peers, x=x, grads=tuple(dys), outputs=tuple(outputs))
     if launch.args["TMA"]:
         describe(args, DESCRIPTORS, dys, [launch.config.block_k, launch.config.block_m])
@@ -227,7 +227,7 @@ def plan_all_gather_wgrad(
     dtype: torch.dtype | None = None,
     copied: bool = False,
 ) -> tuple[Launch, list[Tensor]]:
-    """The whole launch, not yet run, and its outputs; see `prepare` and `pointers`."""
+    """The complete launch, not yet run, and its outputs; see `prepare` and `pointers`."""
     padded = [even_columns(dy) for dy in dys]
     launch = prepare(view, x, padded, rows, config, machine, copied)
     outputs = [x.new_empty(dy.shape[1], x.shape[1], dtype=dtype) for dy in padded]

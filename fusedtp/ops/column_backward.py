@@ -1,9 +1,9 @@
 """Gradients of column-parallel layers y_i = all_gather(x) @ w_i.T: dx by a reduce-scatter, dw_i by an all-gather.
 
-Both communications belong to one pass, so on a CPU they share one call, and a rank waits for its peers once, late:
+Both exchanges belong to one pass, so on a CPU they share one call, and a rank waits for its peers once, late:
 
     chunked    x to slot | dy_p @ w of each peer | publish | own dy @ w | wait r+1 | dw += ... | ... | sum of dx
-                                                                                 a peer has long published
+                                                                       the peer has published long ago
 
 Elsewhere they are two operations, one kernel each: matmul_reduce_scatter, then all_gather_wgrad.
 """
@@ -24,11 +24,11 @@ from .operation import MAX_PLANS, Operation, Plan, Shared, Spec
 from .rows import Rows
 from .shards import as_they_arrive, partials_of, ring
 
-TOGETHER = ("auto", "chunked")  # engines that may run both in one call
+TOGETHER = ("auto", "chunked")  # engines that may compute both in one call
 
 
 def in_one_call(spec: Spec, x: Tensor | None) -> bool:
-    """Whether both run on CPU ranks that read each other's shards: what all ranks decide alike."""
+    """Whether both run on CPU ranks that read each other's shards. All ranks decide alike."""
     if x is None or x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     comm = registered(spec.group)
@@ -52,14 +52,14 @@ def reference(x: Tensor, dys: Sequence[Tensor], weights: Sequence[Tensor]) -> li
 
 
 def chunked(plan: Plan, x: Tensor, dys: list[Tensor], weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """See above; `dtype` is that of the weights' gradients."""
+    """See the module's docstring; `dtype` is that of the weight gradients."""
     rows, comm, width = plan.rows, plan.comm, x.shape[1]
     lefts, rights = joined(dys, [w.t() for w in weights])
     rights = [to_fp32(w).t() for w in rights]
     blocks = [rows.parts(dy) for dy in lefts]
     own_partial = x.new_empty(x.shape)
     with plan.call() as call:
-        # nobody else reads this rank's partial of its own rows: in its place stand the rows of x
+        # no peer reads this rank's partial of its own rows, so its place holds the rows of x
         shards = [partials_of(call, p, rows, width, x.dtype, p) for p in range(comm.world_size)]
         shards[comm.rank].copy_(x)
         for p in ring(comm, own="last"):
@@ -87,9 +87,9 @@ def wgrads(
     x: Tensor,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Accumulates shard by shard where that rounds no more than one matmul does; else gathers the shards first.
+    """Accumulate shard by shard if that rounds no more than a single matmul; else gather the shards first.
 
-    arriving   (rank, its rows), as they come; x, one of them, says of what dtype and width
+    arriving   (rank, its rows), as they arrive; x, one of the shards, gives their dtype and width
     """
     width = x.shape[1]
     gathers = is_16_bit(x.dtype) and not widens(x)

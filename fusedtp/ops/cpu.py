@@ -1,14 +1,14 @@
-"""What engines need of a CPU: activations and passes that stay in a core's cache, matmuls of any number of rows.
+"""CPU helpers of the engines: activations and passes that stay in a core's cache, matmuls with any number of rows.
 
 Note [Kernels for every number of rows]
-oneDNN, which multiplies 16-bit matrices on a CPU, compiles a kernel for every new shape. An expert's rows are another
-number in every step: with AMX such a first matmul takes 3 to 4 ms where a second one takes 0.3. So rows are rounded up
-to one of 16 numbers an octave, at most a sixteenth more (and below 512, to multiples of 32):
+oneDNN, which multiplies 16-bit matrices on a CPU, compiles a kernel for every new shape. The number of an expert's rows
+changes in every step: with AMX the first matmul of a shape takes 3 to 4 ms, a second one 0.3 ms. So rows are rounded up
+to one of 16 numbers per octave, at most a sixteenth more (and below 512, to multiples of 32):
 
-    forward, dgrad   the window of rows grows into the rows of the next expert, whose turn comes later and overwrites
-                     them, or into rows past the last expert's. At the end it grows to the front, and its own part is
-                     copied
-    wgrad            rows of zeros are added to both operands, in copies: a row of another expert may hold NaN
+    forward, dgrad   extend the window of rows into the rows of the next expert, which overwrites them later, or into
+                     rows past the last expert's. At the end of the tensor, extend it to the front, and copy the
+                     expert's own part
+    wgrad            append rows of zeros to copies of both operands: a row of another expert may hold NaN
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch import Tensor
 from .matmul import is_16_bit, joined, matmul_into, widens
 
 LEAST = 32
-_BLOCK_BYTES = 1 << 18  # of sums held at a time, so that they stay in a core's cache
+_BLOCK_BYTES = 1 << 18  # of sums in progress, so that they stay in a core's cache
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What sums of that dtype are made in."""
+    """The dtype in which sums of `dtype` are accumulated."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def cache_blocks(rows: int, width: int, wide: torch.dtype, device: torch.device) -> Iterator[slice]:
-    """rows of `width` in blocks: on CPU of what a core's cache holds in that dtype, else all at once."""
+    """rows of `width` in blocks: on CPU as many as fit in a core's cache in dtype `wide`, else all at once."""
     in_blocks = device.type == "cpu" and not torch.compiler.is_compiling()
     each = max(1, _BLOCK_BYTES // max(1, width * wide.itemsize)) if in_blocks else max(rows, 1)
     for begin in range(0, rows, each):
@@ -48,13 +48,13 @@ def compiles(x: Tensor) -> bool:
 
 
 def rounded(n: int) -> int:
-    """n or more."""
+    """n rounded up: see Note [Kernels for every number of rows]."""
     step = max(LEAST, (1 << (n.bit_length() - 1)) >> 4)
     return -(-n // step) * step
 
 
 def window(rows: slice, count: int, x: Tensor) -> slice:
-    """The rows of a tensor with `count` that take part in the matmul of an expert's `rows`."""
+    """The rows, of a tensor with `count` rows, that take part in the matmul of an expert's `rows`."""
     n = rows.stop - rows.start
     wide = rounded(n) if compiles(x) else n
     if wide > count:
@@ -65,9 +65,9 @@ def window(rows: slice, count: int, x: Tensor) -> slice:
 def linear_into(
     out: Tensor, rows: slice, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None = None
 ) -> Tensor:
-    """out[rows] = sum_j xs[j][rows] @ weights[j].T + bias; rows past them are overwritten, those before are not.
+    """out[rows] = sum_j xs[j][rows] @ weights[j].T + bias; may overwrite later rows, but not earlier ones.
 
-    out [R, N], xs[j] [R, K_j], weights[j] [N, K_j]; returned are out[rows]
+    out [R, N], xs[j] [R, K_j], weights[j] [N, K_j]; returns out[rows]
     """
     own = out[rows]
     if not compiles(out):
@@ -84,7 +84,7 @@ def linear_into(
 
 
 class Padded:
-    """Rows of an expert with rows of zeros behind them, in a buffer for all experts of `offsets`."""
+    """An expert's rows followed by rows of zeros, in one buffer that all experts of `offsets` share."""
 
     def __init__(self, x: Tensor, offsets: Sequence[int]) -> None:
         self.x = x

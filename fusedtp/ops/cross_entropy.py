@@ -1,6 +1,6 @@
-"""Statistics and gradient of one part of a vocabulary by Triton kernels: for GPUs, outside torch.compile.
+"""Cross-entropy statistics and gradient for one part of a vocabulary with Triton kernels: for GPUs, in eager mode.
 
-fusedtp.nn.loss asks `serves` and takes torch's own operations otherwise. Neither function is differentiable.
+fusedtp.nn.loss uses these if `serves` is true, else torch's own operations. Neither function is differentiable.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from . import launch, pointwise
 
 
 def serves(logits: Tensor) -> bool:
-    """Whether the kernels take these logits: fp32, fp16 or bf16 on a GPU that Triton compiles for, in eager mode."""
+    """Whether the kernels support these logits: fp32, fp16 or bf16 on a GPU supported by Triton, in eager mode."""
     return pointwise.serves(logits)
 
 
 def stats(logits: Tensor, labels: Tensor, start: int) -> Tensor:
-    """What this part of the vocabulary knows: [T, 2] in fp32 of (log-sum-exp, label's logit or 0).
+    """Statistics of this part of the vocabulary: (log-sum-exp, label's logit or 0), fp32 [T, 2].
 
-    logits   [T, V_r]   columns start ... of the whole; V_r may be 0
-    labels   [T]        int64, of the whole vocabulary; what is no column here counts for nothing
+    logits   [T, V_r]   columns from `start` on of the full logits; V_r may be 0
+    labels   [T]        int64, of the whole vocabulary; labels outside of this part are ignored
     Raises ValueError for shapes or dtypes that do not fit.
     """
     _check(logits, labels)
@@ -30,12 +30,12 @@ def stats(logits: Tensor, labels: Tensor, start: int) -> Tensor:
 def gradient(
     logits: Tensor, labels: Tensor, start: int, lse: Tensor, scale: Tensor, *, inplace: bool = False
 ) -> Tensor:
-    """(exp(logits - lse) - onehot) * scale, in fp32, rounded once; zero where scale is, whatever the logits are.
+    """(exp(logits - lse) - onehot) * scale, in fp32, rounded once; zero where scale is zero, whatever the logits are.
 
     logits, labels, start   as in `stats`
     lse, scale              fp32 [T], of the whole vocabulary
     inplace                 overwrite logits, whose rows must be contiguous, and return them
-    return                  [T, V_r] of logits' dtype
+    return                  [T, V_r] in logits' dtype
     Raises ValueError for shapes, dtypes or (in place) strides that do not fit.
     """
     _check(logits, labels)

@@ -1,7 +1,7 @@
 """Which engine runs an operation, and why.
 
-The choice depends only on what all ranks share: device, whether the group has a common workspace, sizes, dtype, and
-the table of what was measured on this machine (measured.py).
+The choice depends only on values that all ranks share: device, whether the group has a workspace, sizes, dtype, and the
+table measured on this machine (measured.py).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .measured import kind_of
 from .rows import Rows
 
 ENGINES = ("auto", "collective", "chunked", "triton", "multimem")
-SWITCHED: list[str] = []  # operations that have an engine "multimem"; each enters itself
-BY_COPY = "triton-copy"  # the fused gather of more than few rows by the copy engine, whatever a table says
+SWITCHED: list[str] = []  # operations that have an engine "multimem"; each registers itself
+BY_COPY = "triton-copy"  # the fused gather through the copy engine (not for few rows), whatever a table says
 
-# Below this many rows a GPU spends longer on flags than it hides; until a crossover table measured on the machine
+# Below this many rows a GPU spends more time on flags than it hides, unless a crossover table measured on the machine
 # says otherwise (kraken's reduce-scatter loses to NCCL at 512 rows and wins from 2048 on).
 DEFAULT_CROSSOVER_ROWS = 2048
 
@@ -54,9 +54,9 @@ def choose(
     operation: str = "",
     width: int = 0,
 ) -> Choice:
-    """The engine for one call. Raises ValueError for an engine that cannot run it; `auto` never raises.
+    """The engine for one call. Raises ValueError if the requested engine cannot run it; `auto` never raises.
 
-    operation, width   by which the crossover table is asked: K of a gather, N of a reduction. Without: the defaults
+    operation, width   keys of the crossover table; width is K of a gather, N of a reduction. Without: the defaults
     """
     if engine == BY_COPY:
         return choose(comm, "triton", rows, dtype, operation, width)._replace(transport="copy")
@@ -71,7 +71,7 @@ def choose(
         return Choice("collective", reason)
     if engine in OF_KERNELS:
         check_triton(comm, dtype, engine)
-    if engine == "multimem" and operation not in SWITCHED:  # of a model that asks for it
+    if engine == "multimem" and operation not in SWITCHED:  # a model may request it for all of its operations
         engine = "triton"
     if engine == "multimem" and not comm.world.shares_process and comm.device.type == "cuda" and not comm.has_switch:
         raise ValueError(
@@ -88,7 +88,7 @@ def choose(
 
 
 def _measured(comm: Communicator, rows: Rows, dtype: torch.dtype, operation: str, width: int) -> measured.Found:
-    """What the table of this machine says."""
+    """Look the call up in this machine's table."""
     if not operation:
         return measured.NOTHING
     ranks = "virtual" if comm.world.shares_process else "processes"
@@ -97,7 +97,7 @@ def _measured(comm: Communicator, rows: Rows, dtype: torch.dtype, operation: str
 
 
 def _default(comm: Communicator, rows: Rows, dtype: torch.dtype, why: str) -> Choice:
-    """What no table is asked for, and what runs where there is none."""
+    """The engine where no table applies."""
     if comm.device.type == "cpu":
         return Choice("chunked", "CPU ranks read their peers' shards in place")
     if not has_triton():
@@ -112,7 +112,7 @@ def _default(comm: Communicator, rows: Rows, dtype: torch.dtype, why: str) -> Ch
 
 
 def tables(comm: Communicator, engine: str) -> int:
-    """For the signature of a call: what this rank's launches are cut by, a table and how many programs run at once."""
+    """For the signature of a call: this rank's tuned table and its number of programs, which determine its launches."""
     if engine not in OF_KERNELS:
         return 0
     from .launch import tuned
@@ -131,7 +131,7 @@ def choose_mover(comm: Communicator, rows: Rows, dtype: torch.dtype) -> Choice:
 
 
 def check_triton(comm: Communicator, dtype: torch.dtype, engine: str = "triton") -> None:
-    """Raise ValueError where an engine of kernels was asked for and cannot be had."""
+    """Raise ValueError if the requested kernel engine is unavailable."""
     if not has_triton():
         raise ValueError(f"engine {engine!r} needs the triton package")
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -148,14 +148,14 @@ def check_triton(comm: Communicator, dtype: torch.dtype, engine: str = "triton")
 
 
 def calls(comm: Communicator) -> dict[str, dict[str, int]]:
-    """operation -> {engine that really ran: number of calls} of this rank's group since it was made."""
+    """operation -> {engine that actually ran: number of calls} in this rank's group since it was made."""
     return _nested(comm.engine_calls)
 
 
 def layer_calls(comm: Communicator) -> dict[str, dict[str, int]]:
-    """kind of layer -> {engine that really ran: number of calls}, forward and backward.
+    """kind of layer -> {engine that actually ran: number of calls}, forward and backward.
 
-    What runs for no layer in particular (the loss, gradients of replicated parameters) stands under its operation.
+    Calls that belong to no layer (the loss, gradients of replicated parameters) are listed under their operation.
     """
     return _nested(comm.layer_calls)
 

@@ -10,10 +10,10 @@ import torch
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise where autograd would record this backward (create_graph=True).
+    """Raise if autograd would record this backward (create_graph=True).
 
-    torch's once_differentiable raises only if the output's gradient requires one itself; of a loss it does not,
-    and the gradients would silently be constants.
+    torch's once_differentiable raises only if the upstream gradient requires a gradient itself. The gradient of a loss
+    does not, so the resulting gradients would silently be constants.
     """
 
     @wraps(backward)

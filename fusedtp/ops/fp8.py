@@ -1,30 +1,30 @@
-"""fp8 operands: values with fp32 scales, how they are made, how their rows travel, and their product on one device.
+"""fp8 operands: values with fp32 scales, quantization, packed rows, and their product on one device.
 
     e4m3   float8_e4m3fn: 3 bits of mantissa, up to 448. Activations and weights
-    e5m2   float8_e5m2: 2 bits, up to 57344, with infinities. Gradients of outputs, which are spread further
+    e5m2   float8_e5m2: 2 bits, up to 57344, with infinities. Output gradients, which have a wider range
 
-A scale is one of each row, [M, 1], or one element for a whole tensor; value * scale is what is meant.
+There is one scale per row, [M, 1], or one element for a whole tensor; an operand stands for value * scale.
 
 Note [Scales that are powers of two]
-`quantize` takes the smallest power of two that brings the largest magnitude M of a row (of a tensor) to at most the
-largest fp8. Division and multiplication by it round nothing. So
+`quantize` takes the smallest power of two that brings the largest magnitude M of a row (or tensor) to at most the
+largest fp8. Division and multiplication by it are exact. So
 
-    - an element x is off by at most u |x|, u = 2**-4 of e4m3 and 2**-3 of e5m2: half a unit of its last bit. Only where
-      fp8 is subnormal it is off by more than that, by at most 2**-17 M of e4m3 and 2**-31 M of e5m2. (The scale is less
-      than M / 224, half a subnormal unit 2**-10 of it; less than M / 28672, half a unit 2**-17)
-    - what a number becomes does not depend on the others of its row, but for those subnormal ones: a row of which each
-      rank has a part is quantized by parts almost as it is as a whole
-    - value * scale is exact in bf16 and fp32, so that operands can be multiplied in these as well as in fp8
+    - an element x is off by at most u |x|, u = 2**-4 in e4m3 and 2**-3 in e5m2: half a unit of its last bit. The error
+      is larger only where fp8 is subnormal: at most 2**-17 M in e4m3 and 2**-31 M in e5m2. (The scale is less than
+      M / 224, and half a subnormal unit is 2**-10 of it; in e5m2 less than M / 28672, and half a unit is 2**-17)
+    - apart from subnormals, the result for an element does not depend on the others of its row: if each rank has a part
+      of a row, quantizing by parts gives almost the same as quantizing the whole row
+    - value * scale is exact in bf16 and fp32, so operands can be multiplied in these as well as in fp8
 
-An element that is NaN becomes NaN; so does an infinity in e4m3, which has none. Others of the row keep their scale.
+A NaN element becomes NaN; so does an infinity in e4m3, which has none. Neither affects the scale of the row.
 
 Note [Packed rows]
-Rows of fp8 travel between ranks with their scales behind them, one row of bytes, aligned for 16-byte copies:
+fp8 rows travel between ranks followed by their scales, as one row of bytes, aligned for 16-byte copies:
 
     | K values | up to 15 bytes, zero | scale, 4 times |        uint8 [T, 16 ceil(K / 16) + 16]
 
-Half the bytes of bf16 and 16 more. Tensor scales travel so too: of each row the same. Nothing else is exchanged, and
-ranks may have different ones.
+That is half the bytes of bf16 plus 16. A tensor scale travels the same way, repeated in each row. Nothing else is
+exchanged, and ranks may have different scales.
 
 Sources: Micikevicius et al. 2022, "FP8 formats for deep learning"; DeepSeek-V3 (2024), section 3.3.
 """
@@ -63,7 +63,7 @@ def power_of_two_scales(largest: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def quantize(x: Tensor, kind: torch.dtype = E4M3, *, by_row: bool = True) -> tuple[Tensor, Tensor]:
-    """x [M, K] as fp8, and its scales: fp32 [M, 1], or [1, 1] of the whole. Note [Scales that are powers of two].
+    """x [M, K] as fp8, and its scales: fp32 [M, 1], or [1, 1] for the tensor. Note [Scales that are powers of two].
 
     kind   float8_e4m3fn or float8_e5m2
     """
@@ -78,7 +78,7 @@ def quantize(x: Tensor, kind: torch.dtype = E4M3, *, by_row: bool = True) -> tup
 
 
 def largest_of(x: Tensor, by_row: bool) -> Tensor:
-    """The largest finite magnitude of each row of x [M, K], fp32 [M, 1], or of all, [1, 1]; 0 where there is none."""
+    """The largest finite magnitude of each row of x [M, K], fp32 [M, 1], or of all, [1, 1]; 0 if there is none."""
     if not by_row and _by_kernel(x):
         return launch.quantize.largest(x)
     wide = x.float()
@@ -90,7 +90,7 @@ def largest_of(x: Tensor, by_row: bool) -> Tensor:
 
 
 def values_of(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
-    """x / scale as fp8, by a power of two; what is beyond the largest becomes the largest, and NaN stays NaN."""
+    """x / scale as fp8; scale is a power of two. Values beyond the largest fp8 saturate, NaN stays NaN."""
     if scale.numel() == 1 and _by_kernel(x):
         return launch.quantize.values(x, scale, kind)
     wide = x.contiguous().float() / scale
@@ -101,12 +101,12 @@ def values_of(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _by_kernel(x: Tensor) -> bool:
-    """Whether kernels/quantize.py makes fp8 of it: where it is then multiplied, outside of graphs of torch.compile."""
+    """Whether kernels/quantize.py quantizes it: on devices that multiply fp8, in eager mode."""
     return pointwise.serves(x) and multiplied_in_fp8(x.device)
 
 
 def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """value * scale in bf16 or fp32, of a scale that is a power of two exact."""
+    """value * scale in bf16 or fp32; exact if scale is a power of two."""
     return (values.float() * scale).to(dtype)
 
 
@@ -114,12 +114,12 @@ def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def row_bytes(k: int) -> int:
-    """Of a packed row of k values."""
+    """Bytes of a packed row of k values."""
     return -(-k // 16) * 16 + SCALE_BYTES
 
 
 def pack(values: Tensor, scale: Tensor) -> Tensor:
-    """fp8 [T, K] and its scale, of each row or of all -> uint8 [T, row_bytes(K)]. Note [Packed rows]."""
+    """fp8 [T, K] and its scale, per row or for all -> uint8 [T, row_bytes(K)]. Note [Packed rows]."""
     assert scale.dtype == torch.float32, scale.dtype
     rows, k = values.shape
     if _lie_packed(values, scale):
@@ -130,7 +130,7 @@ def pack(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def _lie_packed(values: Tensor, scale: Tensor) -> bool:
-    """Whether these are views of one packed matrix: what the kernel makes."""
+    """Whether these are views of one packed matrix, as the kernel returns them."""
     if torch.compiler.is_compiling():
         return False
     width = row_bytes(values.shape[1])
@@ -144,7 +144,7 @@ def _lie_packed(values: Tensor, scale: Tensor) -> bool:
 
 
 def unpack(rows: Tensor, k: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What `pack` made -> (values [T, K] and scale [T, 1]), views."""
+    """The output of `pack` -> (values [T, K], scale [T, 1]), as views."""
     return _parts(rows, k, kind)
 
 
@@ -156,12 +156,12 @@ def _parts(packed: Tensor, k: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def multiplied_in_fp8(device: torch.device) -> bool:
-    """Whether a GPU multiplies fp8 by our kernel. Elsewhere values are widened, which loses nothing."""
+    """Whether our kernel multiplies fp8 on this device. Elsewhere values are widened, which is exact."""
     return device.type == "cuda" and engines.has_triton() and multiplies(E4M3, device)
 
 
 def operand(w: Tensor) -> Tensor:
-    """An fp8 operand of several products, widened once where `product` would each time."""
+    """Prepare an fp8 operand of several products: widen it once if `product` would do so each time."""
     if multiplied_in_fp8(w.device):
         return w
     return w.to(torch.bfloat16 if w.is_cuda else torch.float32)
@@ -180,14 +180,14 @@ def _product(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tenso
     return (sums if bias is None else sums.add_(bias)).to(dtype)
 
 
-_ASKED: dict[tuple[Any, ...], bool] = {}  # what the vendor's product was asked for, and whether it was right
+_ASKED: dict[tuple[Any, ...], bool] = {}  # kind of operands -> whether the vendor's product is right for them
 
 
 def _vendor_takes(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, dtype: torch.dtype) -> bool:
     """Whether torch._scaled_mm multiplies these: on an H100 it is 1.3 to 1.5 times as fast as our kernel (docs/fp8.md).
 
-    Where else it is faster was not measured. What it takes depends on its version and on the vendor's library, so it is
-    asked, once for each kind of operands; not while a graph is captured, which cannot wait for the answer.
+    It was not measured on other GPUs. The operands it supports depend on its version and on the vendor's library, so it
+    is tried once for each kind of operands; not during graph capture, which cannot wait for the result.
     """
     by_row, shape = w_scale.numel() > 1, (*x.shape, w.shape[0])
     if (
@@ -207,7 +207,7 @@ def _vendor_takes(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, dtype:
 
 
 def vendors_product(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """_product by the vendor's library. Scales of the rows of both, [M, 1] and [N, 1], or one element each."""
+    """_product with the vendor's library. Row scales of both operands, [M, 1] and [N, 1], or one element each."""
     if w_scale.numel() > 1:
         scales = x_scale.contiguous(), w_scale.contiguous().t()
     else:
@@ -219,7 +219,7 @@ def vendors_product(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, dtyp
 def vendor_is_right(
     device: torch.device, x_kind: torch.dtype, w_kind: torch.dtype, by_row: bool, dtype: torch.dtype
 ) -> bool:
-    """Whether vendors_product gives a small product of integers, of rows that do not follow each other, exactly."""
+    """Whether vendors_product is exact for a small product of integers with padded rows."""
     m, n, k = 48, 32, 64
     x, w = ((torch.arange(rows * 80, device=device) * 7 % 5 - 2.0).view(rows, 80) for rows in (m, n))
     scales = [(2.0 ** (torch.arange(rows if by_row else 1, device=device) % 3)).view(-1, 1) for rows in (m, n)]
@@ -240,13 +240,13 @@ product = LocalOperation(
 )
 
 
-# -- what operations of fp8 share ------------------------------------------------------------------------------------
+# -- shared by the fp8 operations ------------------------------------------------------------------------------------
 
 
 def choose(name: str, comm: Communicator, spec: Spec, rows: Rows, shared: Shared | None = None) -> engines.Choice:
-    """As every fused operation's engine is chosen, by the defaults of bf16; `triton` where fp8 is multiplied.
+    """Choose the engine as for bf16, by the defaults; `triton` only if the device multiplies fp8.
 
-    Raises ValueError for an engine that was asked for and cannot run.
+    Raises ValueError if the requested engine cannot run.
     """
     choice = engines.choose(comm, spec.engine, rows, torch.bfloat16)
     if choice.engine == "triton" and not multiplies(E4M3, comm.device):
@@ -265,7 +265,7 @@ def check(
     biases: Sequence[Tensor | None],
     dtype: torch.dtype,
 ) -> None:
-    """Raises ValueError, naming this rank, for fp8 operands that do not fit. x [..., K]; a scale: of rows, or one."""
+    """Raises ValueError, naming this rank, for fp8 operands that do not fit. x [..., K]; scales: per row, or one."""
     here = f"rank {at.rank}:"
     if dtype not in RESULTS:
         raise ValueError(f"{here} dtype of the result is {dtype}; it must be one of {RESULTS}")
@@ -300,8 +300,8 @@ def _check_operand(here: str, what: str, values: Tensor, scale: Tensor, rows: in
 
 
 def columns_together(x: Tensor) -> Tensor:
-    """x [M, K] with contiguous rows, as the matrix units of fp8 want both operands, that begin at multiples of 16
-    bytes, as TMA and loads of several bytes want them. Copied where it is not so.
+    """x [M, K] with contiguous rows, as fp8 tensor cores require of both operands, that begin at multiples of 16 bytes,
+    as TMA and vector loads require. Copied if necessary.
     """
     if x.numel() == 0 or (x.stride(1) == 1 and x.stride(0) % 16 == x.data_ptr() % 16 == 0):
         return x
@@ -311,14 +311,14 @@ def columns_together(x: Tensor) -> Tensor:
 
 
 def of_check(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype | None) -> tuple[Any, ...]:
-    """For the checks' launches: (x, its scale, weights, their scales, dtype of results) of operands as they draw them.
+    """For the checks' launches: the operands they draw -> (x, its scale, weights, their scales, dtype of results).
 
-    Small integers are quantized without loss, by scales that differ from operand to operand; of fp8 operands, as the
-    lint has them, only layouts count.
+    Small integers are quantized exactly, with scales that differ between operands. If the operands are fp8 already, as
+    in the lint, only their layouts matter.
     """
     if x.dtype in FORMATS:
         scales = [t.new_ones(t.shape[0], 1, dtype=torch.float32) for t in (x, *weights)]
         return x, scales[0], list(weights), scales[1:], dtype or torch.bfloat16
-    made = [quantize(x, E5M2), *map(quantize, weights)]  # as of a gradient: of both formats
+    made = [quantize(x, E5M2), *map(quantize, weights)]  # as for a gradient: both formats occur
     made = [((v.float() / 2**i).to(v.dtype), s * 2**i) for i, (v, s) in enumerate(made)]
     return (*made[0], [w for w, _ in made[1:]], [s for _, s in made[1:]], dtype or x.dtype)

@@ -1,13 +1,13 @@
-"""The call of a linear layer: its checks, and what is known of calls of its kind.
+"""The call of a linear layer: its checks, and the cache of calls that have passed them.
 
 Note [Kinds of calls]
-An eager call of a linear layer spends more on its checks and the choice of its plan than on its launch. What they find
-follows from shapes, dtypes and devices, from which operands need gradients, from the arguments beside them, and from
-the tables of this machine (GENERATION). All of these are a kind of calls, and so are strides and alignments, by which a
-launch is prepared. Each communicator keeps what was found by kind, and a call of a kind seen before is not checked
-again. Nothing is kept under autocast, which casts operands, while torch.compile traces, where tensors may have
-tangents, of a weight with a main_grad, which is looked at in every call, and of an x that is a DTensor, which no
-operation takes.
+An eager call of a linear layer spends more time on its checks and on choosing its plan than on its launch. The outcome
+depends only on shapes, dtypes and devices, on which operands need gradients, on the other arguments, and on this
+machine's tables (GENERATION). These make up the kind of a call, together with strides and alignments, which the
+prepared launch depends on. Each communicator caches the outcome by kind, and skips the checks for a kind it has seen.
+These calls are not cached: under autocast, which casts operands; while torch.compile traces; where tensors may have
+tangents; with a weight that has a main_grad, which every call inspects; and with a DTensor as x, which no operation
+takes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ RowsOf = Callable[[Tensor, Place, Sequence[int] | None, int], Rows]  # (x, place
 
 
 class LinearCall(NamedTuple):
-    """A call whose operands fit.
+    """A call that has passed its checks.
 
-    plan        None: the operation looks for it
+    plan        None: the operation looks it up
     main_grads  of the weights
     backward    the Spec of the operations that backward runs
     """
@@ -47,11 +47,11 @@ class LinearCall(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a call multiplies, as autocast has it.
+    """The operands of a call, after autocast.
 
-    x      [T, K]: entries of a batch one after another
+    x      [T, K]: batch entries one after another
     given  weights, then biases
-    own    this rank's parts of these
+    own    this rank's shards of these
     """
 
     x: Tensor
@@ -72,13 +72,13 @@ def linear_call(
     layer: str,
     act: str | None = None,
 ) -> tuple[LinearCall, Operands]:
-    """Check a call of `op`, unless one of its kind was seen: Note [Kinds of calls].
+    """Check a call of `op`, unless its kind has been seen: Note [Kinds of calls].
 
-    biases   as many as weights, or None for none
-    act      of a gated layer, which has two weights of one shape
+    biases   one per weight, or None for none
+    act      gated layers only; they have two weights of the same shape
 
-    Raises ValueError for operands that do not fit, TypeError for what is no tensor; the peers of a rank that raises
-    here know (CPU).
+    Raises ValueError for operands that do not fit, TypeError for operands that are not tensors. On CPU, a rank that
+    raises here notifies its peers.
     """
     at = place(group)
     traced = torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0
@@ -107,7 +107,7 @@ def linear_call(
             call = registered(at.name).kinds.get(key) if keeps else None
             if call is not None:
                 return call, Operands(x if x.dim() == 2 else x.flatten(0, -2), [*weights, *biases], own[1:])
-        except Exception:  # no tensors, no numbers, no memory: below it is said, and the peers are told
+        except Exception:  # not tensors, not numbers, no memory: the checks below raise and notify the peers
             keeps = False
     with propagate_errors(at):
         if act is not None and act not in ACTIVATIONS:

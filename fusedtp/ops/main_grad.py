@@ -1,18 +1,19 @@
-"""Gradients accumulated in fp32: a parameter with an attribute `main_grad` gets its gradient added there.
+"""Gradients accumulated in fp32: if a parameter has an attribute `main_grad`, its gradient is added there.
 
 Note [main_grad]
-`main_grad` is a plain tensor (or a DTensor) of the parameter's own shape, or of this rank's shard of it, fp32 where
-the parameter is of 16 bits. `.grad` then stays None, and what a loop reads instead is `main_grad`:
+`main_grad` is a plain tensor (or a DTensor) with the shape of the parameter, or of this rank's shard of it, fp32 if the
+parameter has 16 bits. `.grad` then stays None, and a training loop reads `main_grad` instead:
 
-    weight of a linear layer     dw is made in fp32 and added unrounded, whatever the dtype of the activations: column-
-                                 and row-parallel, replicated, with and without sequence parallelism, under autocast
-    any other parameter of a     the gradient that autograd made is added: of a 16-bit bias, norm or embedding it has
-    parallel layer               been rounded to 16 bits once for each use in a step
-    under torch.compile          raises: a compiled graph cannot add to a tensor that it does not take
+    weight of a linear layer     dw is computed in fp32 and added unrounded, whatever the dtype of the activations:
+                                 column- and row-parallel, replicated, with and without sequence parallelism, under
+                                 autocast
+    any other parameter of a     autograd's gradient is added: for a 16-bit bias, norm or embedding it has been rounded
+    parallel layer               to 16 bits once for each use in a step
+    under torch.compile          raises: a compiled graph cannot add to a tensor that is not its input
 
-A weight that every rank holds and each multiplies only a part of has its dw summed over ranks, in fp32, first. The
-operations themselves (fusedtp.all_gather_matmul ...) look at their weights only; the layers of fusedtp.parallel at
-every parameter. Modules that are not parallel are torch's alone and look at none.
+If every rank holds a weight but multiplies only a part of it, dw is first summed over ranks, in fp32. The operations
+themselves (fusedtp.all_gather_matmul ...) honour main_grad only on their weights; the layers of fusedtp.parallel on
+every parameter. Modules that are not parallel are plain torch and ignore it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .rows import split
 
 
 class MainGrad(Protocol):
-    """What takes a gradient: a tensor, or a part of one that all ranks hold."""
+    """Anything that a gradient can be added to: a tensor, or a part of one that all ranks hold."""
 
     def add_(self, gradient: Tensor, /) -> Any: ...
 
@@ -61,9 +62,9 @@ class SharedMainGrad:
 
 
 def main_grad_of(parameter: Tensor) -> Any:
-    """Where the parameter's gradient goes in place of `.grad`; None: it goes there.
+    """The target of the parameter's gradient instead of `.grad`; None: `.grad`.
 
-    Raises RuntimeError where it is being compiled.
+    Raises RuntimeError under torch.compile.
     """
     if not parameter.requires_grad or not torch.is_grad_enabled():
         return None
@@ -73,7 +74,7 @@ def main_grad_of(parameter: Tensor) -> Any:
     return main_grad
 
 
-# Runs while tracing. An error that is traced would only break the graph, and what is compiled of the rest go wrong.
+# Runs while tracing: a traced error would only cause a graph break, and the rest would compile to wrong code.
 @constant_to_compiler
 def _refuse_to_compile() -> None:
     raise RuntimeError(
@@ -84,7 +85,7 @@ def _refuse_to_compile() -> None:
 
 
 def main_grads_of(weights: Sequence[Tensor]) -> list[MainGrad | None]:
-    """Of weights as they were given, before a cast loses the attribute. Raises ValueError for another shape."""
+    """The main_grads of weights before a cast, which loses the attribute. Raises ValueError for another shape."""
     main_grads = []
     for w in weights:
         main_grad = main_grad_of(w)
@@ -99,7 +100,7 @@ def main_grads_of(weights: Sequence[Tensor]) -> list[MainGrad | None]:
 
 
 def accumulate_grad(dw: Tensor, main_grad: MainGrad | None, dtype: torch.dtype) -> Tensor | None:
-    """What a node returns for a weight of `dtype`: None where it is added to main_grad, else dw rounded to dtype."""
+    """The gradient that a node returns for a weight: None if dw was added to main_grad, else dw rounded to `dtype`."""
     if main_grad is None:
         return dw if dw.dtype is dtype else dw.to(dtype)
     main_grad.add_(dw)
@@ -116,12 +117,12 @@ def wgrad_dtype(x: Tensor, main_grads: Sequence[MainGrad | None]) -> torch.dtype
 
 
 def weight_grad(dy: Tensor, x: Tensor, main_grad: MainGrad | None) -> Tensor | None:
-    """dy [T, N], x [T, K] -> dw [N, K], or None where it was added to main_grad."""
+    """dy [T, N], x [T, K] -> dw [N, K], or None if it was added to main_grad."""
     return accumulate_grad(matmul_as(dy.t(), x, wgrad_dtype(x, [main_grad])), main_grad, x.dtype)
 
 
 def accumulating(parameter: Tensor, main_grad: Tensor) -> Tensor:
-    """The parameter itself, whose gradient is added to main_grad as autograd made it."""
+    """The parameter itself; its gradient, as autograd computed it, is added to main_grad."""
     return _Accumulating.apply(parameter, main_grad)
 
 

@@ -1,18 +1,18 @@
-"""Local matmuls and sums as every engine calls them.
+"""Local matmuls and sums, shared by all engines.
 
 Note [16-bit matmuls on CPU]
-On a CPU without 16-bit instructions (x86 below AVX-512, as oneDNN counts) torch 2.13 multiplies 16-bit matrices with
-a plain loop: 1 to 24 GF/s on a core that does 92 in fp32, the worst where an operand is transposed. Widening costs
-about a hundredth of the matmul, so there operands are widened, a block of rows at a time, multiplied in fp32, and
-the result is rounded once. It is never less accurate than the loop, which also accumulates in fp32.
+On a CPU without 16-bit instructions (for oneDNN: x86 below AVX-512), torch 2.13 multiplies 16-bit matrices with a plain
+loop: 1 to 24 GF/s on a core that does 92 in fp32, slowest if an operand is transposed. Widening costs about one percent
+of the matmul, so there operands are widened, a block of rows at a time, multiplied in fp32, and the result is rounded
+once. It is never less accurate than the loop, which also accumulates in fp32.
 
 Note [Steps of K on CPU]
-Where a CPU has AMX, oneDNN (as in torch 2.13) multiplies 16-bit numbers in steps along K, of at most 32 and an even
-number. Where the steps are not all full, it may take what stands behind a row of the left operand for what is missing:
-times zero, which is NaN if a NaN or an infinity stands there. Seen for every odd K and, beyond 32, for every K that is
-not divided into ceil(K / 32) equal even steps; never if the left operand is transposed, since that is copied first. So
-its rows are copied where zeros stand behind them, up to a multiple of 32. On a Xeon, [2048, 1360] by [1360, 4096] takes
-10.1 ms as it is, 10.5 with that copy, and 76 in fp32.
+On a CPU with AMX, oneDNN (as in torch 2.13) multiplies 16-bit numbers in steps along K, each even and at most 32. If
+some steps are not full, it may read past the end of a row of the left operand and multiply those values by zero, which
+gives NaN if they are NaN or infinite. Seen for every odd K and, beyond 32, for every K that is not divided into
+ceil(K / 32) equal even steps; never if the left operand is transposed, because it is copied first. So rows are copied
+to a buffer that has zeros after each row, up to a multiple of 32. On a Xeon, [2048, 1360] by [1360, 4096] takes 10.1 ms
+without this copy, 10.5 with it, and 76 in fp32.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 _STEP = 32  # of K
-_ROWS = 512  # about as many are widened at a time
-_BLOCK_BYTES = 1 << 18  # of fp32 sums held at a time, so that they stay in a core's cache
+_ROWS = 512  # approximate number of rows widened at a time
+_BLOCK_BYTES = 1 << 18  # of fp32 sums in progress, so that they stay in a core's cache
 
 
 def is_16_bit(dtype: torch.dtype) -> bool:
@@ -46,12 +46,12 @@ def widens(x: Tensor) -> bool:
 
 
 def to_fp32(x: Tensor) -> Tensor:
-    """x in fp32 where matmuls of it run in fp32: convert an operand of several once."""
+    """x in fp32 if matmuls of it run in fp32: converts an operand of several matmuls only once."""
     return x.float() if widens(x) else x
 
 
 def _with_zeros_behind(x: Tensor) -> Tensor:
-    """A left operand [M, K], or a copy with zeros behind its rows; see Note [Steps of K on CPU]."""
+    """A left operand [M, K], or a copy with zeros after each row; see Note [Steps of K on CPU]."""
     depth = x.shape[1]
     missing = -depth % _STEP
     if not missing or x.stride(1) > 1 or x.device.type != "cpu" or not is_16_bit(x.dtype):
@@ -60,7 +60,7 @@ def _with_zeros_behind(x: Tensor) -> Tensor:
 
 
 def _blocks(rows: int) -> Iterator[slice]:
-    """rows in equal parts of about _ROWS: a few rows left over would take a matmul of their own."""
+    """rows in equal parts of about _ROWS: a short remainder would need a separate matmul."""
     each = -(-rows // max(1, round(rows / _ROWS)))
     for begin in range(0, rows, max(1, each)):
         yield slice(begin, min(begin + each, rows))
@@ -97,7 +97,7 @@ def matmul(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def matmul_as(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [M, K], y [K, N] -> a new [M, N] of `dtype`; fp32 of 16-bit operands has not been rounded to 16 bits."""
+    """x [M, K], y [K, N] -> a new [M, N] in `dtype`; an fp32 result of 16-bit operands is never rounded to 16 bits."""
     if dtype == x.dtype:
         return matmul(x, y)
     assert dtype == torch.float32 and is_16_bit(x.dtype), (x.dtype, dtype)
@@ -111,7 +111,7 @@ def matmul_as(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def matmul_add(total: Tensor, x: Tensor, y: Tensor) -> None:
-    """total [M, N] += x [M, K] @ y [K, N]; an fp32 total of 16-bit operands takes them unrounded.
+    """total [M, N] += x [M, K] @ y [K, N]; the product of 16-bit operands is added to an fp32 total unrounded.
 
     Nothing is copied on a GPU; on a CPU see the notes above.
     """
@@ -141,9 +141,9 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def joined(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Operands of sum_j xs[j] @ weights[j].T such that one partial is rounded once.
+    """Operands of sum_j xs[j] @ weights[j].T, arranged so that the sum is rounded only once.
 
-    Native 16-bit operands are concatenated along K; others accumulate in place, which copies nothing.
+    Native 16-bit operands are concatenated along K; others accumulate in place, without copies.
     """
     if len(xs) > 1 and is_16_bit(xs[0].dtype) and not widens(xs[0]):
         return [torch.cat(list(xs), 1)], [side_by_side(weights)]
@@ -151,7 +151,7 @@ def joined(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[list[Tensor
 
 
 def side_by_side(weights: Sequence[Tensor]) -> Tensor:
-    """[N, K_j] -> [N, sum of K_j], of their layout: whole rows are copied also where they are transposed."""
+    """[N, K_j] -> [N, sum of K_j] in the same layout: whole rows are copied even if they are transposed."""
     if all(w.stride(0) == 1 for w in weights):
         return torch.cat([w.t() for w in weights], 0).t()
     return torch.cat(list(weights), 1)
@@ -163,7 +163,7 @@ def sum_linear_into(out: Tensor, xs: Sequence[Tensor], weights: Sequence[Tensor]
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
-    """[M, N] partials of all ranks -> a new [M, N]: fp32 (fp64) sums in the order given, rounded once."""
+    """[M, N] partials of all ranks -> a new [M, N]: fp32 (fp64) sums in the given order, rounded once."""
     first = parts[0]
     out = torch.empty(first.shape, dtype=first.dtype, device=first.device)
     if len(parts) == 2 and (bias is None or not is_16_bit(first.dtype)):
@@ -175,7 +175,7 @@ def sum_in_rank_order(parts: Sequence[Tensor], bias: Tensor | None = None) -> Te
             out.add_(part)
         return out if bias is None else out.add_(bias)
     rows = first.shape[0]
-    if not first.is_cuda:  # whose kernels are large rather than many
+    if not first.is_cuda:  # a GPU prefers few large kernels
         rows = _BLOCK_BYTES // (4 * max(1, first.shape[1]))
     for begin in range(0, first.shape[0], max(1, rows)):
         block = slice(begin, begin + max(1, rows))

@@ -1,12 +1,12 @@
 """y [T, N] = all_reduce(x [T, K_r] @ w [N, K_r].T) + b: a row-parallel linear layer without sequence parallelism.
 
-one-shot    every rank sends its whole partial to every rank, and all sum: small results
-few rows    reduce-scatter, then all-gather, of rows that are multiplied together (kernels/matmul_few_rows.py)
-two-shot    the same, each owner's rows apart: large ones (kernels/matmul_all_reduce.py has it and the first)
-multimem    an engine of its own: the NVLink switch sums (kernels/multimem_all_reduce.py)
+one-shot    small results: every rank sends its full partial to every rank, and all sum (kernels/matmul_all_reduce.py)
+few rows    reduce-scatter, then all-gather; rows of all owners share a tile (kernels/matmul_few_rows.py)
+two-shot    large results: the same, with separate tiles for each owner's rows (kernels/matmul_all_reduce.py)
+multimem    a separate engine: the NVLink switch sums (kernels/multimem_all_reduce.py)
 
 forward  y = sum over ranks of x @ w.T, in rank order, + b, rounded once; the same bits on every rank
-         (multimem: in the switch's order, b in the first partial)
+         (multimem: in the switch's order, with b in rank 0's partial)
 dgrad    dx = dy @ w, local
 wgrad    dw = dy.T @ x, local: dy is the same on all ranks
 saved    x and the weight
@@ -60,10 +60,10 @@ from .operation import (
 from .rows import Rows, rows_of_all, split
 from .shards import gather_rows
 
-TWO_SHOT_BYTES = 1 << 20  # chunked: from this size on an all-reduce is a reduce-scatter and an all-gather
-SUM_ROWS = 64  # of a tile, that the switch sums at once
-PART_ROWS = 16  # at least, in a part of a sum that is left at the end
-ONE_SHOT_BYTES = 1 << 17  # triton: of one partial; beyond it W copies of everything cost more than a second hop
+TWO_SHOT_BYTES = 1 << 20  # chunked: from this size on, an all-reduce is a reduce-scatter and an all-gather
+SUM_ROWS = 64  # rows of a tile that the switch sums at once
+PART_ROWS = 16  # minimum rows in a part of a sum that is split at the end
+ONE_SHOT_BYTES = 1 << 17  # triton: size of one partial; beyond it, W copies of everything cost more than a second hop
 
 
 def matmul_all_reduce(
@@ -84,13 +84,13 @@ def matmul_all_reduce(
         layer   the kind of layer that the call is counted for
         return  [..., N]  the same bits on every rank
 
-    The weight or bias may be a DTensor on the group's mesh, of which each rank's part is meant: Note [DTensors as
-    operands] in operation.py. A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in
+    The weight or bias may be a DTensor on the group's mesh; each rank uses its shard: Note [DTensors as operands] in
+    operation.py. If the weight has an attribute `main_grad`, its gradient is added there: Note [main_grad] in
     main_grad.py.
 
-    "multimem" needs GPUs of sm_90 or later behind a switch that sums, in an order of its own. The bias is in rank 0's
-    partial before it is rounded, so that in fp16 this may overflow where the sum does not. Ranks of a virtual world and
-    those without a GPU run its kernel without a switch.
+    "multimem" needs GPUs of sm_90 or later behind a switch that can sum; the switch chooses the order of the sum. The
+    bias is added to rank 0's partial before rounding, so in fp16 this partial may overflow where the sum does not.
+    Ranks of a virtual world and ranks without a GPU run its kernel without a switch.
 
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
@@ -104,11 +104,11 @@ def matmul_all_reduce(
 
 
 def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear of x [..., K], w [N, K], b [N] -> [..., N], for a weight that may have a main_grad.
+    """F.linear of x [..., K], w [N, K], b [N] -> [..., N]; the weight may have a main_grad.
 
     forward  y = x @ w.T + b          dgrad  dx = dy @ w          wgrad  dw = dy.T @ x, all local
 
-    Raises ValueError for a main_grad of another shape, RuntimeError where a weight with main_grad is compiled.
+    Raises ValueError if main_grad has another shape, RuntimeError if a weight with main_grad is compiled.
     """
     (main_grad,) = main_grads_of([weight])
     if main_grad is None:
@@ -119,7 +119,7 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 class _AllReduced(Function):
-    """Both gradients are local. `call` None: so is the forward."""
+    """Both gradients are local. If `call` is None, the forward is local too."""
 
     @staticmethod
     def forward(
@@ -180,7 +180,7 @@ def chunked(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 def triton(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One launch, of the kernel for its size."""
+    """One launch of the kernel for this size."""
     return _by_kernel(plan, False, x, weight, bias)
 
 
@@ -286,7 +286,7 @@ def is_one_shot(total: int, n: int, dtype: torch.dtype) -> bool:
 
 
 def all_reduce_slot_bytes(total: int, n: int, world_size: int, dtype: torch.dtype, in_one: bool | None = None) -> int:
-    """What the kernel needs in a slot: all partials, or those of the own rows and all sums."""
+    """Bytes the kernel needs in a slot: all partials (one-shot), or the partials of our own rows and all sums."""
     if is_one_shot(total, n, dtype) if in_one is None else in_one:
         return world_size * total * n * dtype.itemsize
     return _result_at(total, n, world_size, dtype) + total * n * dtype.itemsize
@@ -311,7 +311,7 @@ def prepare_one_shot(
     x        [T, K]     any strides; K is this rank's own
     weight   [N, K]     any strides
     config   None: the tuned one, or the default
-    dtype    of y and of what travels, where it is not that of x
+    dtype    of y and of the partials that are sent, if it is not x's
     """
     from fusedtp.kernels.matmul_all_reduce import one_shot_kernel
 
@@ -332,10 +332,10 @@ def prepare_one_shot(
 def one_shot_config(
     machine: Machine, dtype: torch.dtype, total: int, n: int, flags: int, world_size: int = 0
 ) -> Config:
-    """Configuration of the one-shot kernel; the tuned one, if a world is named.
+    """Configuration of the one-shot kernel; the tuned one, if `world_size` is given.
 
-    A program has two tiles where the width allows it: the first one travels while the second one is multiplied. It has
-    one flag for all its tiles.
+    A program has two tiles if the width allows it: the first is in flight while the second is multiplied. It has one
+    flag for all its tiles.
     """
     even, found = n % VECTOR == 0, tuned.NOTHING
     if world_size:
@@ -356,7 +356,7 @@ def prepare_two_shot(
     machine: Machine,
     dtype: torch.dtype | None = None,
 ) -> Launch:
-    """The two-shot launch, likewise."""
+    """Like `prepare_one_shot`, for the two-shot kernel."""
     from fusedtp.kernels.matmul_all_reduce import two_shot_kernel
 
     total, n = x.shape[0], weight.shape[0]
@@ -385,21 +385,21 @@ def prepare_few(
     machine: Machine,
     dtype: torch.dtype | None = None,
 ) -> Launch:
-    """The launch for few rows, likewise."""
+    """Like `prepare_one_shot`, for few rows."""
     rows = Rows(split(x.shape[0], world_size))
     result_at = _result_at(rows.total, weight.shape[0], world_size, dtype or x.dtype)
     return prepare_few_rows(view, [x], [weight], rows, config, machine, result_at)
 
 
 def multimem_slot_bytes(total: int, n: int, dtype: torch.dtype) -> int:
-    """What the kernel by the switch needs in a slot: rows of whole accesses."""
+    """Bytes the multimem kernel needs in a slot: rows padded to whole vector accesses."""
     return total * round_up(n, VECTOR) * dtype.itemsize
 
 
 def prepare_multimem(
     view: Any, world_size: int, x: Tensor, weight: Tensor, config: Config | None, machine: Machine
 ) -> Launch:
-    """The launch by the switch, likewise; also without its `multicast`."""
+    """Like `prepare_one_shot`, for the multimem kernel; its `multicast` argument is missing too."""
     from fusedtp.kernels.multimem_all_reduce import multimem_all_reduce_kernel
 
     total, n = x.shape[0], weight.shape[0]
@@ -409,7 +409,7 @@ def prepare_multimem(
         config = local_tiles(config, machine, [x], [weight])
     chunks = -(-(-(-total // config.block_m) * -(-n // config.block_n)) // config.chunk)
     behind = max(1, min(-(-config.programs // 2), chunks))  # half a round: predicted times grow with fewer or more
-    room = (flags - chunks) // behind + 1  # flags that the sums left at the end may have each
+    room = (flags - chunks) // behind + 1  # flags available to each of the sums that remain at the end
     parts = max(1, min(world_size, config.block_m // PART_ROWS, room))
     args = dict(
         **matmul_args([x], [weight], config),
@@ -427,13 +427,13 @@ def prepare_multimem(
 
 def sum_rows(config: Config, dtype: torch.dtype) -> int:
     """Rows of a tile that the switch sums at once: at least 16 bytes a thread, see kernels/multimem.py."""
-    pieces = config.block_n * dtype.itemsize // 16  # of a row
+    pieces = config.block_n * dtype.itemsize // 16  # 16-byte pieces of a row
     return max(-(-32 * config.num_warps // pieces), min(config.block_m, SUM_ROWS))
 
 
 @tuned.remembered
 def multimem_config(machine: Machine, dtype: torch.dtype, total: int, n: int, flags: int) -> Config:
-    """Configuration of the kernel by the switch: every program multiplies, sums and copies."""
+    """Configuration of the multimem kernel: every program multiplies, sums and copies."""
     shape = tiles(machine, dtype, total, n)
     if total <= FEW_ROWS:
         shape = deep(narrowed(shape, machine, total, n), machine, dtype)
@@ -442,14 +442,14 @@ def multimem_config(machine: Machine, dtype: torch.dtype, total: int, n: int, fl
 
 
 def kernel_for(rows: Rows, n: int, dtype: torch.dtype) -> Callable[..., Launch]:
-    """What prepares the launch of an all-reduce whose y is [rows.total, n]."""
+    """The function that prepares the launch of an all-reduce with y [rows.total, n]."""
     if is_one_shot(rows.total, n, dtype):
         return prepare_one_shot
     return prepare_few if are_few(rows, n, dtype) else prepare_two_shot
 
 
 def plan_one_shot(*given: Any) -> tuple[Launch, Tensor]:
-    """The whole one-shot launch, not yet run, and its output [T, N]. Takes what `plan_two_shot` does."""
+    """The complete one-shot launch, not yet run, and its output [T, N]; same arguments as `plan_two_shot`."""
     return _planned(prepare_one_shot, *given)
 
 
@@ -459,12 +459,12 @@ def plan_two_shot(*given: Any) -> tuple[Launch, Tensor]:
 
 
 def plan_few_rows(*given: Any) -> tuple[Launch, Tensor]:
-    """The whole launch for few rows, likewise."""
+    """The same for few rows."""
     return _planned(prepare_few, *given)
 
 
 def plan_multimem(*given: Any) -> tuple[Launch, Tensor]:
-    """The whole launch by the switch, likewise."""
+    """The same for the multimem kernel."""
     return _planned(prepare_multimem, *given)
 
 

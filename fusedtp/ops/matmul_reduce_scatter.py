@@ -3,9 +3,9 @@
 rank r, chunked     rows of r+1 into slot | publish to r+1 | rows of r+2 | ... | own rows | wait for all | sum
 rank r+1            rows of r+2 into slot | publish to r+2 | ...
 
-rank r, triton      tiles are pushed to their owner, a window of r+1's, of r+2's, ..., of the own; between them one is
-                    summed that all have pushed here some windows ago (kernels/matmul_reduce_scatter.py)
-rank r, few rows    a tile has the rows of all owners, each of whom gets its own; then the own rows are summed
+rank r, triton      push tiles to their owner: a window of r+1's, of r+2's, ..., of our own; in between, sum a tile that
+                    all ranks pushed here some windows ago (kernels/matmul_reduce_scatter.py)
+rank r, few rows    one tile holds the rows of all owners; send each owner its rows, then sum our own
                     (kernels/matmul_few_rows.py)
 
 forward  y = sum over ranks of x @ w.T, in rank order, rounded once, + b
@@ -50,8 +50,8 @@ from .operation import (
 from .rows import Rows, rows_of_full
 from .shards import arrived_partials, partials_of, ring
 
-FEW_ROWS = 256  # of all ranks, for which one tile has them all
-BEHIND = 2  # rounds, after which a window has mostly arrived; predicted times grow with fewer or more
+FEW_ROWS = 256  # rows of all ranks, up to which one tile holds them all
+BEHIND = 2  # rounds after which most of a window has arrived; predicted times grow with fewer or more
 
 
 def matmul_reduce_scatter(
@@ -69,14 +69,14 @@ def matmul_reduce_scatter(
 
         x       [T, K]    all rows, this rank's columns (K may differ between ranks); with dim=1 [B, S, K]
         weight  [N, K]    this rank's columns of the full weight
-        bias    [N]       the full bias; added once, not W times. Its gradient is this rank's rows' part
+        bias    [N]       the full bias; added once, not W times. Its gradient is the sum over this rank's rows
         sizes   every rank's rows, the same list on all ranks; None: as torch.chunk splits them
         engine  "auto", "collective", "chunked" or "triton"
         layer   the kind of layer that the call and its backward are counted for
         return  [T_r, N]  summed over ranks, in rank order, rounded once; with dim=1 [B, S_r, N]
 
-    The weight or bias may be a DTensor on the group's mesh, of which each rank's part is meant: Note [DTensors as
-    operands] in operation.py. A weight with an attribute `main_grad` gets its gradient added there: Note [main_grad] in
+    The weight or bias may be a DTensor on the group's mesh; each rank uses its shard: Note [DTensors as operands] in
+    operation.py. If the weight has an attribute `main_grad`, its gradient is added there: Note [main_grad] in
     main_grad.py.
 
     Raises ValueError for shapes or dtypes that do not fit, SignatureMismatch naming the rank that differs.
@@ -115,7 +115,7 @@ class _RowParallel(Function):
                 ctx.gathered_dy = dy, dy._version, full
         elif ctx.gathered_dy is not None:
             (of, version, kept), ctx.gathered_dy = ctx.gathered_dy, None
-            if of is dy and version == dy._version:  # else it is of another backward pass
+            if of is dy and version == dy._version:  # else it belongs to another backward pass
                 full = kept
         if need_w:
             full = OPERATIONS["all_gather_rows"](ctx.spec, dy) if full is None else full
@@ -151,7 +151,7 @@ def collective(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias
 
 
 def chunked(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """One matmul an owner, the next rank's rows first. On a CPU owners read the partials where they lie."""
+    """One matmul per owner, the next rank's rows first. On CPU owners read the partials in place."""
     rows, comm = plan.rows, plan.comm
     xs, weights = joined(xs, weights)
     width, dtype = weights[0].shape[0], xs[0].dtype
@@ -171,10 +171,10 @@ def chunked(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: T
 
 
 def triton(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """One launch: tiles are pushed to their owner, who sums them between its products, or behind them if few.
+    """One launch: tiles are pushed to their owner, which sums them between its products, or after them if few.
 
-    An owner's slot holds a partial of its rows from every rank at once, so that no sender waits for room. With rows
-    that are not split evenly this is more than the scattered tensor: Note [Slot bytes] in comm/workspace.py.
+    An owner's slot has room for every rank's partial of its rows, so that no sender waits for space. With an uneven
+    split of rows this is larger than the scattered tensor: Note [Slot bytes] in comm/workspace.py.
     """
     rows = plan.rows
     xs, weights = list(xs), list(weights)
@@ -244,11 +244,11 @@ op = Operation(
 )
 
 
-# -- the launcher of the kernel; what it shares with matmul_all_reduce's ---------------------------------------------
+# -- the kernel's launcher; matmul_all_reduce shares parts of it -----------------------------------------------------
 
 
 def scatter_slot_bytes(rows: Rows, n: int, dtype: torch.dtype) -> int:
-    """What the kernel needs in a slot: every source's partial of the largest shard."""
+    """Bytes the kernel needs in a slot: every source's partial of the largest shard."""
     return len(rows.sizes) * rows.longest * n * dtype.itemsize
 
 
@@ -287,23 +287,23 @@ def prepare(
 
 
 def for_products(config: Config, count: int) -> Config:
-    """Addresses of the blocks of all operands stay in registers: beside a large tile only half as many fit."""
+    """Halve block_k for several operands: the addresses of all their blocks stay in registers next to a large tile."""
     if count == 1 or config.tma or config.block_k <= 32:
         return config
     return replace(config, block_k=32, num_stages=config.num_stages + 1)
 
 
 def are_few(rows: Rows, n: int, dtype: torch.dtype) -> bool:
-    """Whether the rows of all ranks are multiplied together: one tile has them all, each rank's in one run.
+    """Whether the rows of all ranks are multiplied together: one tile holds them all, each rank's in one run.
 
-    dtype   of y [., n]; all that is asked is the same on every rank, as the kernel must be
+    dtype   of y [., n]. All ranks must choose the same kernel, so this uses only values that are equal on all ranks
     """
     most = FEW_ROWS if dtype.itemsize <= 2 and n % VECTOR == 0 else FEW_ROWS // 4  # see `tiles`
     return rows.batch == 1 and rows.total <= most
 
 
 def kernel_for(rows: Rows, n: int, dtype: torch.dtype) -> Callable[..., Launch]:
-    """What prepares the launch of a reduce-scatter whose whole y is [rows.total, n]."""
+    """The function that prepares the launch of a reduce-scatter with the full y [rows.total, n]."""
     return prepare_few_rows if are_few(rows, n, dtype) else prepare
 
 
@@ -316,9 +316,9 @@ def prepare_few_rows(
     machine: Machine,
     result_at: int | None = None,
 ) -> Launch:
-    """The launch for few rows, likewise, whose tile is at least as high.
+    """Like `prepare`, for few rows: block_m is at least their number.
 
-    result_at   of an all-reduce: bytes of a slot before the sums; None: a reduce-scatter
+    result_at   all-reduce only: byte offset of the sums in a slot; None: a reduce-scatter
     """
     from fusedtp.kernels.matmul_few_rows import few_rows_kernel
 
@@ -349,7 +349,7 @@ def pointers(
     bias: Tensor | None,
     y: Tensor,
 ) -> dict[str, Any]:
-    """The arguments that a prepared launch lacks. bias [N] or None, the same on all ranks; y is the output."""
+    """The remaining arguments of a prepared launch. bias [N] or None, the same on all ranks; y is the output."""
     bias = None if bias is None else bias.contiguous()
     args = dict(peers=peers, xs=tuple(xs), ws=tuple(weights), bias=bias, y=y)
     if launch.args["TMA"]:
@@ -358,13 +358,13 @@ def pointers(
 
 
 def plan_matmul_reduce_scatter(*given: Any) -> tuple[Launch, Tensor]:
-    """(view, rank, world_size, xs, weights, bias, rows, sig, config, machine) -> the whole launch, not yet run, and its
-    output [R_r, N]; see `prepare` and `pointers`."""
+    """(view, rank, world_size, xs, weights, bias, rows, sig, config, machine) -> the complete launch, not yet run, and
+    its output [R_r, N]; see `prepare` and `pointers`."""
     return _planned(prepare, *given)
 
 
 def plan_few_rows_reduce_scatter(*given: Any) -> tuple[Launch, Tensor]:
-    """The same of few rows."""
+    """The same for few rows."""
     return _planned(prepare_few_rows, *given)
 
 
@@ -388,8 +388,8 @@ def _planned(
 
 
 def window_args(config: Config, owned: int, n: int, world_size: int) -> dict[str, int]:
-    """How the kernel goes about the chunks of each owner, who has up to `owned` rows: so many of each in a round that
-    all programs have one. Sums are BEHIND rounds behind."""
+    """How the kernel walks the chunks of each owner, which has up to `owned` rows. A round takes a window of chunks
+    from every owner, enough to give every program one. Sums run BEHIND rounds later."""
     chunks = max(1, -(-tile_count(config, owned, n) // config.chunk))
     rounds = -(-chunks // max(1, config.programs // world_size))
     window = -(-chunks // rounds)
@@ -397,14 +397,14 @@ def window_args(config: Config, owned: int, n: int, world_size: int) -> dict[str
 
 
 def part_args(config: Config, owned: int, world_size: int) -> dict[str, int]:
-    """Into how many parts the sums left at the end are cut, at most one a rank; how many rows of a tile each has."""
+    """Into how many parts the remaining sums are split at the end, at most one per rank, and the tile rows of each."""
     depth = max(1, min(owned, config.block_m))
     parts = min(world_size, depth)
     return dict(parts=parts, height=-(-depth // parts))
 
 
 def matmul_args(xs: Sequence[Tensor], weights: Sequence[Tensor], config: Config, batch: int = 1) -> dict[str, Any]:
-    """The arguments that all kernels take that end with a sum over ranks."""
+    """The arguments shared by all kernels that end with a sum over ranks."""
     ks = tuple(w.shape[1] for w in weights)
     return dict(
         **local_operands(config, xs, weights, batch),
@@ -424,11 +424,11 @@ def matmul_args(xs: Sequence[Tensor], weights: Sequence[Tensor], config: Config,
 def few_rows_config(
     machine: Machine, dtype: torch.dtype, total: int, n: int, flags: int, world_size: int = 0
 ) -> Config:
-    """Configuration for few rows; the tuned one, if a world is named."""
+    """Configuration for few rows; the tuned one, if `world_size` is given."""
     even, found = n % VECTOR == 0, tuned.NOTHING
     if world_size:
         found = tuned.lookup("few_rows", machine, dtype, rows=total, cols=n, even=even, world=world_size)
-    if found.get("block_m", total) < total:  # of fewer rows of this class
+    if found.get("block_m", total) < total:  # tuned for fewer rows of this class
         found = tuned.NOTHING
     shape = tuned.tile(tiles(machine, dtype, total, n, even), found)
     shape = replace(shape, block_m=block(total, shape.block_m, FEW_ROWS))
@@ -454,9 +454,9 @@ def reduction(
 ) -> Config:
     """Configuration for partial tiles: each of `owners` ranks owns `owned` rows and has `flags` flags for them.
 
-    A rank multiplies the rows of all owners, and these fill the machine; but no tile has rows of two. The owner sums by
-    the senders' tiles, so all of this depends only on what ranks share: not on K. Tuned values are those of `kernel`,
-    if one is named.
+    A rank multiplies the rows of all owners, which together fill the machine, but no tile has rows of two owners. The
+    owner sums in the senders' tiles, so the configuration depends only on values that ranks share, and not on K. Tuned
+    values are those of `kernel`, if it is given.
     """
     even, found = n % VECTOR == 0, tuned.NOTHING
     if kernel:

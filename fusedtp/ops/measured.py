@@ -1,31 +1,29 @@
-"""What was measured on a machine: the file that holds it, and the table of engines in it.
+"""Measurements of a machine: their file, and the table of engines in it.
 
-`fusedtp bench` writes one JSON file a machine, nvidia-h200.json, of tables by name:
+`fusedtp bench` writes one JSON file per machine, such as nvidia-h200.json, with tables by name:
 
     engines       which engine wins from how many rows on: below; `fusedtp bench crossover`, read by `engines.choose`
-    predicted     the same by timed schedules, asked where there is no table `engines`; `fusedtp.bench.predicted`
+    predicted     the same from timed schedules, used if there is no table `engines`; `fusedtp.bench.predicted`
     triton-3.6    configurations of the kernels with that Triton: launch/tuned.py; `fusedtp bench tune`
 
-The file is looked for in the folder that the environment variable FUSEDTP_TABLES names, then in tables/ beside this
-file, where the ones lie that ship with the package. The first file that has the table counts. It is read once a
-process.
+The file is searched in the folder named by the environment variable FUSEDTP_TABLES, then in tables/ next to this file,
+with the tables that ship with the package. The first file that has the table is used. It is read once per process.
 
-Note [A table is believed whole or not at all]: what a rank does must be what its peers do, and a call must not fail
-because of a file. So a file that is damaged, of another machine, or of a format that is not known here is set aside
-with one warning that names the file and its fault; so is a table with an impossible entry, with all its faults; and
-the defaults hold for everything in it. A digest over the content tells damage (and edits) from data. Ranks that read
-different tables are told so: the digest of the one that launches are cut by is part of every fused call's signature,
-as the engine is.
+Note [A table is believed whole or not at all]: all ranks must choose alike, and a call must not fail because of a file.
+So a file that is damaged, for another machine, or in an unknown format is ignored, with one warning that names the file
+and its fault. A table with an impossible entry is ignored too, with a warning that lists all its faults. Defaults apply
+to everything in it. A digest of the content detects damage (and edits). Ranks that read different tables get an error:
+the digest of the table that determines launches is part of every fused call's signature, as is the engine.
 
-An entry of `engines` holds for an operation, a dtype, a world size, how the ranks run ("processes", or "virtual" on
-one device) and a width, that of the tensor that travels: K of a gather, N of a reduction. It says
+An entry of `engines` applies to an operation, a dtype, a world size, how the ranks run ("processes", or "virtual" on
+one device) and the width of the exchanged tensor: K of a gather, N of a reduction. Its fields are
 
-    engines      [[0, "collective"], [1024, "triton"]]    from so many rows (of all ranks) on
-    transports   [[0, "programs"], [8192, "copy"]]        of the fused gather; may be left out
-    seconds      [[512, {"collective": 1e-4, ...}], ...]  the medians it was made from
+    engines      [[0, "collective"], [1024, "triton"]]    from this many rows (of all ranks) on
+    transports   [[0, "programs"], [8192, "copy"]]        of the fused gather; optional
+    seconds      [[512, {"collective": 1e-4, ...}], ...]  the medians from which it was derived
 
-All of it is shared by the ranks, so they choose alike; the engine is part of a call's signature, so that ranks with
-different tables are told. A width between two measured ones takes the nearer, if that is within a factor of four.
+Ranks share all inputs of the lookup, so they choose alike; the engine is part of a call's signature, so that different
+tables are detected. A width between two measured ones takes the nearer, if that is within a factor of four.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ Faults = list[str]
 
 @dataclass(frozen=True)
 class Table:
-    """A table that was found good. `entries` as in the file; `digest` of what it says, 31 bits and not 0."""
+    """A valid table. `entries` as in the file; `digest` of the entries, 31 bits and not 0."""
 
     path: Path
     entries: list[dict[str, Any]]
@@ -63,13 +61,13 @@ class Table:
 
 
 def slug(name: str) -> str:
-    """A machine's name as a file's."""
+    """A machine's name as a file name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 @cache
 def kind_of(device: torch.device) -> str:
-    """The kind of GPU behind `device`, or of CPU: the same on all ranks of a machine, however they are pinned."""
+    """The kind of GPU or CPU behind `device`: the same on all ranks of a machine, however they are pinned."""
     if device.type == "cuda":
         return slug(torch.cuda.get_device_properties(device).name)
     try:
@@ -81,7 +79,7 @@ def kind_of(device: torch.device) -> str:
 
 
 def folders() -> list[Path]:
-    """Where tables are looked for, the user's first."""
+    """The folders that are searched for tables, the user's first."""
     named = os.environ.get(ENVIRONMENT, "")
     if named and not Path(named).is_dir():
         warnings.warn(f"{ENVIRONMENT} is {named!r}, which is no folder: the shipped tables are used", stacklevel=2)
@@ -89,18 +87,18 @@ def folders() -> list[Path]:
 
 
 def file_of(machine: str) -> str:
-    """The name of the file of this kind of machine."""
+    """The file name for this kind of machine."""
     return f"{machine}.json"
 
 
 def digest_of(content: Any) -> str:
-    """Of JSON; how it is indented does not count."""
+    """A digest of JSON content, independent of its formatting."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def parse(data: bytes, machine: str) -> dict[str, Any]:
-    """The tables of a machine's file, by name: {"measured": how it came about, "entries": [...]}.
+    """The tables of a machine's file, by name: {"measured": how it was made, "entries": [...]}.
 
     Raises ValueError that says what is wrong with the file.
     """
@@ -135,7 +133,7 @@ def parse(data: bytes, machine: str) -> dict[str, Any]:
 
 @cache
 def _tables(path: Path, machine: str) -> dict[str, Any] | None:
-    """The tables of a file; None of one that is not good, which is warned of."""
+    """The tables of a file; None, with a warning, if it is invalid."""
     try:
         return parse(path.read_bytes(), machine) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
@@ -144,9 +142,9 @@ def _tables(path: Path, machine: str) -> dict[str, Any] | None:
 
 
 def read(name: str, machine: str, faults: Callable[[dict[str, Any]], Faults]) -> Table | None:
-    """A table of this machine, or None. Never raises: what is wrong with it is warned of.
+    """A table of this machine, or None. Never raises; warns if the table is invalid.
 
-    faults   of one entry
+    faults   returns the faults of one entry
     """
     for folder in folders():
         path = folder / file_of(machine)
@@ -178,7 +176,7 @@ def wrong_number(value: Any, least: int, most: int, power_of_two: bool = False) 
     return ""
 
 
-GENERATION = [0]  # changes when tables are read anew or values are held in their place
+GENERATION = [0]  # changes when tables are reloaded or overridden
 
 
 def renew() -> None:
@@ -187,7 +185,7 @@ def renew() -> None:
 
 
 def say(message: str) -> None:
-    """Warn, on the first rank only: what all ranks find alike need not be told by each."""
+    """Warn on the first rank only: all ranks find the same, and one warning is enough."""
     if os.environ.get("RANK", "0") == "0":
         warnings.warn(message, stacklevel=2)
 
@@ -197,16 +195,16 @@ def say(message: str) -> None:
 FUSED: list[str] = []  # operations with a fused kernel, by name, as they are declared
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 RANKS = ("processes", "virtual")
-ENGINES = ("collective", "chunked", "triton")  # a later one is taken only where it wins
+ENGINES = ("collective", "chunked", "triton")  # a later one is chosen only where it wins
 TRANSPORTS = ("programs", "copy")
 MARGIN = 0.02
-REACH = 4  # of a width
+REACH = 4  # largest ratio between a call's width and a measured one
 
 Steps = list[tuple[int, str]]
 
 
 class Key(NamedTuple):
-    """What the rows are counted for, beside a width."""
+    """The key of an entry, except its width."""
 
     operation: str
     dtype: str
@@ -215,7 +213,7 @@ class Key(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the table says of a call; `engine` "" where it says nothing, and `reason` why."""
+    """The table's choice for a call, and the reason; `engine` is "" if the table has none."""
 
     engine: str
     reason: str
@@ -226,11 +224,11 @@ NOTHING = Found("", "no crossover table")
 
 
 def fit(times: Mapping[int, Mapping[str, float]], names: Sequence[str]) -> Steps:
-    """rows -> name -> seconds, to [(first rows, name)], rows rising from 0.
+    """{rows: {name: seconds}} -> [(first rows, name)], with rows ascending from 0.
 
-    Among `names`, the first is taken unless a later one wins: from the smallest measured number of rows on at which,
-    and at every larger one too, it beats each of those before it by more than MARGIN. So one slow sample can delay a
-    crossover but never make an engine come and go. Below the smallest measured rows, what holds there holds too.
+    The first of `names` is chosen unless a later one wins. A name wins from the smallest measured number of rows on
+    such that, there and at every larger number, it beats each earlier name by more than MARGIN. So one slow sample can
+    delay a crossover but never make an engine come and go. The choice at the smallest measured rows also holds below.
     """
     rows = sorted(times)
     steps: Steps = [(0, names[0])]
@@ -249,22 +247,22 @@ def fit(times: Mapping[int, Mapping[str, float]], names: Sequence[str]) -> Steps
 
 
 def at(steps: Sequence[Sequence[Any]], rows: int) -> tuple[int, str]:
-    """The step that holds for so many rows."""
+    """The step that applies to this number of rows."""
     begin, name = next(step for step in reversed(steps) if step[0] <= rows)
     return begin, name
 
 
-_held: list[str] = []  # a transport, whatever the table says
+_held: list[str] = []  # a transport that overrides the table
 
 
 def find(machine: str, key: Key, rows: int, width: int) -> Found:
-    """What the table of this kind of machine says. Never raises."""
+    """Look a call up in the table of this kind of machine. Never raises."""
     found = _find(machine, key, rows, width)
     return found._replace(transport=_held[0]) if _held else found
 
 
 def hold(transport: str | None) -> None:
-    """From now on gathers go by this transport; None: by the table's again. To measure it: all ranks do so alike."""
+    """From now on gathers use this transport; None: the table's. For measurements; all ranks must do this alike."""
     _held[:] = [] if transport is None else [transport]
     renew()
 
@@ -288,7 +286,7 @@ def _find(machine: str, key: Key, rows: int, width: int) -> Found:
 
 
 def forget() -> None:
-    """Read tables anew at the next call."""
+    """Reload tables at the next call."""
     _tables.cache_clear()
     _table.cache_clear()
     _find.cache_clear()
@@ -297,7 +295,7 @@ def forget() -> None:
 
 @cache
 def _table(machine: str) -> tuple[str, dict[Key, dict[int, dict[str, Any]]]]:
-    """How the table came about, "" of none, and its entries."""
+    """How the table was made ("" if there is none), and its entries."""
     entries: dict[Key, dict[int, dict[str, Any]]] = {}
     for name, how in (("engines", "measured"), ("predicted", "predicted")):
         table = read(name, machine, lambda entry: faults(entry, machine))
@@ -310,7 +308,7 @@ def _table(machine: str) -> tuple[str, dict[Key, dict[int, dict[str, Any]]]]:
 
 
 def faults(entry: dict[str, Any], machine: str) -> Faults:
-    """What is wrong with one entry of a table of this kind of machine."""
+    """The faults of one entry in a table for this kind of machine."""
     found = []
     for name, known in (("operation", FUSED), ("dtype", DTYPES), ("ranks", RANKS)):
         if entry.get(name) not in known:

@@ -1,41 +1,42 @@
-"""What an operation declares, and what follows from it.
+"""How an operation is declared, and what is derived from the declaration.
 
 An operation is one file: its public function with the shape table, its engines side by side, the launcher of its kernel
-and its backward. It declares itself once:
+and its backward. The file ends in one declaration:
 
     op = Operation(
         "matmul_reduce_scatter",
-        "Tensor[] xs, Tensor[] weights, Tensor? bias", "Tensor",    operands and result in the words of torch's schemas
+        "Tensor[] xs, Tensor[] weights, Tensor? bias", "Tensor",    operands and result as in torch's schemas
         fake=...,                                                   the result's shape, for torch.compile
         reference=...,                                              the formula on one device: every test's oracle
         shared=...,                                                 what the ranks' signatures compare, see Shared
         engines=dict(local=..., collective=..., chunked=..., triton=...),
-        slot_bytes=dict(chunked=..., triton=...),                   what they need of a slot, from (rows, shared)
+        slot_bytes=dict(chunked=..., triton=...),                   bytes an engine needs in a slot, from (rows, shared)
         example=...,                                                how a linear layer calls it, see Example
-        kernels=(FusedKernel(...),),                                how the checks launch what `triton` launches
+        kernels=(FusedKernel(...),),                                how the checks launch the kernels of `triton`
     )
 
-From that follow the custom op `torch.ops.fusedtp.<name>`, the eager path, the signature that ranks compare, the choice
-of an engine and its crossover key, the counts of `explain`, the ranges of a profile, a suite of `fusedtp bench`, and
-the kernels' cases for the simulator and the lint of compiled code (fusedtp/checks). `op(spec, *operands)` runs it:
+The rest is derived: the custom op `torch.ops.fusedtp.<name>`, the eager path, the signature that ranks compare, the
+choice of an engine and its crossover key, the counts of `explain`, the ranges of a profile, a suite of `fusedtp bench`,
+and the kernels' cases for the simulator and the lint of compiled code (fusedtp/checks). `op(spec, *operands)` runs it:
 
-    eager      Operation._run: the plan of this Spec (made once), then the engine's function; or the plan at once, as a
-               linear layer has it whose operands are of a kind seen before: linear_call.py
+    eager      Operation._run: look up the plan of this Spec (made once), then call the engine's function. A linear
+               layer that has seen this kind of call passes the plan in: linear_call.py
     compiled   torch.ops.fusedtp.<name>, which does the same when the graph runs
 
 A LocalOperation is the same for a function of one device, without ranks.
 
 Note [One autograd path]
 The custom ops have no autograd: differentiate the public functions. Each kind of layer is one autograd.Function, eager
-and compiled. A pipeline that defers weight gradients runs backward twice, for inputs and then for weights; so a
-Function asks `wanted` which gradients this pass is for, and communicates for no others. The row-parallel layer gathers
-dy in its input pass and keeps it for its weight pass.
+and compiled. A pipeline that defers weight gradients runs backward twice, first for inputs and then for weights. So a
+Function asks `wanted` which gradients this pass computes, and communicates only for those. The row-parallel layer
+gathers dy in its input pass and keeps it for its weight pass.
 
 Note [DTensors as operands]
-A parameter may be a DTensor on the group's mesh: a linear layer takes this rank's part, and its gradient lies as the
-parameter. With `parameter.to_local()` in front of the operation, the graph has one more node for each parameter, which
-costs the host as much as the operation's own. So the Functions of linear layers take the DTensors themselves. One that
-is split over other ranks too, or along another dimension, is refused in the first call of its kind.
+A parameter may be a DTensor on the group's mesh: a linear layer takes this rank's shard, and the gradient has the
+parameter's placements. Calling `parameter.to_local()` before the operation would add one autograd node per parameter,
+which costs the host as much as the operation's own node. So the Functions of linear layers take the DTensors
+themselves. A DTensor that is also split over other ranks, or along another dimension, is rejected in the first call of
+its kind.
 """
 
 from __future__ import annotations
@@ -69,14 +70,14 @@ Choose = Callable[..., engines.Choice]  # (name, comm, spec, rows, shared) -> wh
 
 
 class Spec(NamedTuple):
-    """What every call of an operation is given beside its operands; in this order, the last arguments of its custom op.
+    """The arguments of every operation besides its operands: the last arguments of its custom op, in this order.
 
     group       the communicator's name
     sizes       every rank's rows, per batch entry; with `batch` a row map, see Rows
-    engine      the one asked for
+    engine      the requested engine
     needs_grad  a bit for each input that needs a gradient; ranks compare it
     layer       the kind of layer that the call is counted for
-    routing     of a mixture of experts: what else its signature compares, see Exchange in moe/plan.py
+    routing     mixture of experts only: further fields of the signature, see Exchange in moe/plan.py
     """
 
     group: str
@@ -90,13 +91,13 @@ class Spec(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What operands must have in common on all ranks, beside the Spec.
+    """Properties of the operands that must be equal on all ranks, besides the Spec.
 
-    dtype      in which rows travel
+    dtype      dtype of the rows that are exchanged
     features   the width that all ranks share: K of a gathered x, N of a reduced output
-    weights    how many there are
-    with_bias  of a reduction: whether a bias is added
-    tf32       whether fp32 operands are multiplied in tf32, where that decides how the kernel cuts its work
+    weights    number of weights
+    with_bias  reductions only: whether a bias is added
+    tf32       whether fp32 operands are multiplied in tf32, if that decides how the kernel splits its work
     """
 
     dtype: torch.dtype
@@ -107,14 +108,14 @@ class Shared(NamedTuple):
 
 
 class Example(NamedTuple):
-    """How a linear layer of T tokens, K inputs and N outputs calls an operation: the benchmark's row of it.
+    """How a linear layer of T tokens, K inputs and N outputs calls an operation: one row of the benchmark.
 
     layer     "column": each rank has a part of the N outputs; "row": a part of the K inputs
-    moves     what travels: "gather" of x, "scatter" of summed y, or "all_reduce" of y
-    shapes    (T_r, T, K, N) -> shapes of this rank's two operands; K and N are a rank's
-    factors   both operands, x of all ranks where it is gathered -> (a, b), where a @ b.T is this rank's product
-    call      (both operands, group, sizes, engine) -> the result, by the public function
-    gated     b is gate and up, one after the other, and silu(product of gate) * product of up is the result
+    moves     the collective: "gather" of x, "scatter" of summed y, or "all_reduce" of y
+    shapes    (T_r, T, K, N) -> shapes of this rank's two operands; K and N are per rank
+    factors   both operands (x of all ranks if it is gathered) -> (a, b), where a @ b.T is this rank's product
+    call      (both operands, group, sizes, engine) -> the result of the public function
+    gated     b is gate and up concatenated, and the result is silu(product of gate) * product of up
     """
 
     layer: str
@@ -126,11 +127,11 @@ class Example(NamedTuple):
 
 
 class OnRank(NamedTuple):
-    """Where a check launches a kernel: `rank` of a simulated group, or of one on a GPU that is not here.
+    """Where a check launches a kernel: `rank` of a simulated group, or of a group on a GPU that this host lacks.
 
     view     the workspace as a kernel's launcher takes it, see comm.DeviceView
     sig      the hash that ranks compare
-    config   None: as the launcher chooses
+    config   None: the launcher's choice
     machine  a launch.config.Machine
     """
 
@@ -144,23 +145,24 @@ class OnRank(NamedTuple):
 
 
 class FusedKernel(NamedTuple):
-    """A fused kernel as the checks call it. They draw its operands, and `reference` is the oracle of its results.
+    """A fused kernel as the checks call it. They draw random operands and compare the results with `reference`.
 
-    name       of its cases
+    name       name of its cases
     function   name of the kernel's function
-    launch     (OnRank, x, others, biases, keep, copied, dtype) -> its whole launch, not yet run, and outputs by name.
-               copied: copies bring x, dtype: of the outputs; both only of a gather
-    gathers    x is this rank's rows; all else, and the outputs y0, y1, ..., are its own. Not: every rank has all rows
-               and its own columns of x and of its one weight, and a sum over ranks follows, with one bias
-    scatters   of a sum: each rank has its rows of the result y
-    keeps      if asked to `keep`, the gathered x is one more output, "gathered"
-    others     shape of the operands beside x: "NK" weights, "TN" gradients of the outputs, which have no bias
-    in_runs    takes rows in runs, Rows with a batch
-    one_tile   is for so few rows that a tile has all of them
-    in_fp8     multiplies fp8: the launch quantizes what it is given; results are of its dtype, or of `dtype`
-    pairs      takes two operands beside x, of one width
-    slot_bytes of the kernel where it is not the only one of its engine
-    formula    of its outputs where they are others than the operation's result: the oracle in place of `reference`
+    launch     (OnRank, x, others, biases, keep, copied, dtype) -> the complete launch, not yet run, and outputs by
+               name. copied: copies bring x; dtype: of the outputs. Both apply only to a gather
+    gathers    True: x is this rank's rows; all other operands, and the outputs y0, y1, ..., belong to this rank.
+               False: every rank has all rows but only its own columns of x and of the single weight; the products are
+               summed over ranks, with one bias
+    scatters   reductions only: each rank gets its rows of the result y
+    keeps      with `keep`, the gathered x is one more output, "gathered"
+    others     shape of the operands besides x: "NK" weights, "TN" gradients of the outputs, which have no bias
+    in_runs    takes rows in runs: Rows with a batch
+    one_tile   takes few rows only: one tile holds all of them
+    in_fp8     multiplies fp8: the launch quantizes its inputs; results have the inputs' dtype, or `dtype`
+    pairs      takes two operands besides x, of the same width
+    slot_bytes bytes this kernel needs in a slot, if its engine has several kernels
+    formula    oracle of its outputs if they differ from the operation's result; replaces `reference`
     example    further arguments of its case, as checks.dense.Call takes them
     """
 
@@ -181,16 +183,16 @@ class FusedKernel(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How calls of one Spec and Shared run on this rank: decided once, kept by the communicator.
+    """How calls with one Spec and Shared run on this rank: decided once, cached by the communicator.
 
-    operation   its name
-    layer       what calls are counted for
-    workspace   the group's, for an engine that uses slots
-    slot_bytes  what the engine needs of a slot, the same on all ranks
+    operation   name of the operation
+    layer       the kind of layer that calls are counted for
+    workspace   the group's workspace, for an engine that uses slots
+    slot_bytes  bytes the engine needs in a slot, the same on all ranks
     copies      whether copies bring the rows of a fused gather
     label       the range in a profile
-    launches    prepared launches of the fused kernel, by the operands' `layouts` and what else there is
-    alike       all calls have the same `layouts`: this plan is of a kind of calls, see linear_call.py
+    launches    prepared launches of the fused kernel, by the operands' `layouts` and the other options
+    alike       all calls have the same `layouts`: this plan belongs to a kind of calls, see linear_call.py
     """
 
     comm: Communicator
@@ -215,7 +217,7 @@ class Plan(NamedTuple):
         return Call(self.workspace, self.signature, self.slot_bytes)
 
     def peers(self, view: Any) -> Any:
-        """The group as an argument of the kernel; kept until the workspace changes."""
+        """The group as a kernel argument; cached until the workspace changes."""
         made = self.launches.get("peers")
         if made is None or made[0] is not view:
             comm, clock = self.comm, clock_of(self.comm.device)
@@ -227,8 +229,8 @@ class Plan(NamedTuple):
 class Operation:
     """One operation; see the module's docstring. Its fake takes (spec, *operands).
 
-    linear   of a linear layer's: (x [T, K], weights, biases) -> operands
-    copied   of a gather: whether copies may bring such rows; None: all
+    linear   linear layers only: (x [T, K], weights, biases) -> operands
+    copied   gathers only: whether copies may bring these rows; None: always
     """
 
     def __init__(
@@ -273,7 +275,7 @@ class Operation:
         return self._run(spec, args[: self.num_operands], None)
 
     def __call__(self, spec: Spec, *operands: Any, plan: Plan | None = None) -> Any:
-        """Operands in the schema's order. No autograd. plan: of this call, if it is known."""
+        """Operands in the schema's order. No autograd. plan: this call's plan, if the caller has it."""
         if plan is None and (torch.compiler.is_compiling() or _len_torch_dispatch_stack()):
             return self.op(*operands, *spec)
         return self._run(spec, operands, plan)
@@ -281,7 +283,7 @@ class Operation:
     def _run(self, spec: Spec, operands: tuple[Any, ...], plan: Plan | None) -> Any:
         """Call the engine's function, in the operands' own dtype and without autograd.
 
-        On CPU a rank that raises before its call has begun tells its peers, as in `propagate_errors`.
+        On CPU, a rank that raises before its call has begun notifies its peers, as in `propagate_errors`.
         """
         comm = registered(spec.group) if plan is None else plan.comm
         begun = comm.begun
@@ -299,7 +301,7 @@ class Operation:
             raise
 
     def planned(self, comm: Communicator, spec: Spec, shared: Shared) -> Plan:
-        """The plan of these, which is kept."""
+        """Look up the plan, or make and cache it."""
         key = self, spec, shared, GENERATION[0]
         plan: Plan | None = comm.plans.get(key)
         if plan is None:
@@ -310,7 +312,7 @@ class Operation:
         return plan
 
     def plan(self, comm: Communicator, spec: Spec, shared: Shared) -> Plan:
-        """Choose the engine. Raises ValueError for one that cannot run it."""
+        """Choose the engine. Raises ValueError if the requested engine cannot run this call."""
         rows = Rows(tuple(spec.sizes), spec.batch)
         choice = self.choose(self.name, comm, spec, rows, shared)
         signature = Signature(
@@ -346,7 +348,7 @@ def _choose_mover(name: str, comm: Communicator, spec: Spec, rows: Rows, shared:
 
 
 class LocalOperation:
-    """An operation of one device: fusedtp::<name> for graphs, its function in eager code."""
+    """A single-device operation: fusedtp::<name> in graphs, its function in eager code."""
 
     def __init__(self, name: str, operands: str, returns: str, *, fake: Engine, function: Engine) -> None:
         self.name, self.function, self.label = name, function, f"fusedtp.{name}"
@@ -365,7 +367,7 @@ class LocalOperation:
 
 
 def define(name: str, operands: str, returns: str, function: Engine, fake: Engine) -> Any:
-    """fusedtp::<name>, without autograd."""
+    """Define fusedtp::<name>, without autograd."""
     LIBRARY.define(f"{name}({operands}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     register_fake(f"fusedtp::{name}", fake, lib=LIBRARY)
@@ -373,27 +375,27 @@ def define(name: str, operands: str, returns: str, function: Engine, fake: Engin
 
 
 def run_plainly(label: str, device: str, function: Engine, *operands: Any) -> Any:
-    """Call `function` in the operands' own dtype and without autograd, in a range of a profile if one is made."""
+    """Call `function` in the operands' own dtype and without autograd; while profiling, inside a range."""
     profiled = profiler._is_profiler_enabled
     if profiled or torch.is_autocast_enabled(device):
-        # a range costs 0.1 ms with cold caches, also where nothing is profiled
+        # record_function costs 0.1 ms with cold caches even when no profiler runs
         span: Any = torch.profiler.record_function(label) if profiled else nullcontext()
         with torch.no_grad(), torch.autocast(device, enabled=False), span:
             return function(*operands)
-    if torch.is_grad_enabled():  # nothing of autograd may get to the workspace's tensors
+    if torch.is_grad_enabled():  # autograd must not record the workspace's tensors
         with torch.no_grad():
             return function(*operands)
     return function(*operands)
 
 
-MAX_PLANS = 4096  # kept for each group; then all are dropped and made again as they are needed
+MAX_PLANS = 4096  # cached per group; when full, the cache is cleared and refilled on demand
 
 
 def _keep_order(name: str) -> None:
-    """Keep an op's calls in the order of the program.
+    """Keep an op's calls in program order.
 
-    Calls of a group have one order on all ranks. A compiler that sees no data flow between two of them may swap them,
-    and would not on all ranks alike where their sizes differ. Older torch has no such mark.
+    All ranks must make a group's calls in the same order. A compiler that sees no data flow between two calls may swap
+    them, and if sizes differ between ranks, not on every rank. Older torch has no such mark.
     """
     if hasattr(LIBRARY, "_register_effectful_op"):
         from torch.library import EffectType  # type: ignore[attr-defined]
@@ -407,7 +409,7 @@ def _keep_order(name: str) -> None:
 def needs_grad(*tensors: Tensor | None) -> int:
     """Bit i: tensor i needs a gradient. Zero under no_grad.
 
-    Raises NotImplementedError for a tensor with a tangent, which engines would drop.
+    Raises NotImplementedError for a tensor with a tangent, because engines would drop the tangent.
     """
     if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         _refuse_tangents(tensors)
@@ -429,7 +431,7 @@ def _refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
 
 
 def as_autocast(kind: str, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """What torch.autocast does to the operands of a linear layer on devices of this kind."""
+    """Cast a linear layer's operands as torch.autocast does on this kind of device."""
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
@@ -439,7 +441,7 @@ def as_autocast(kind: str, *tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def check_linear(at: Place, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-    """Raises ValueError, naming this rank, for operands of linear layers that do not fit."""
+    """Raises ValueError, naming this rank, if a linear layer's operands do not fit together."""
     dtype, device, width = x.dtype, x.device, x.shape[-1] if x.dim() else 0
     for w, b in zip(weights, biases, strict=True):
         shape = w.shape
@@ -466,9 +468,10 @@ def check_linear(at: Place, x: Tensor, weights: Sequence[Tensor], biases: Sequen
 
 
 def check_lying(at: Place, operands: Iterable[Any], dim: int) -> None:
-    """Raises ValueError for a DTensor that is split along another dimension than `dim`, or over others than the group.
+    """Raises ValueError for a DTensor split along a dimension other than `dim`, or over ranks other than the group's.
 
-    Replicas are fine, on any mesh. An FSDP shard is not: outside of its module's forward a rank has a part of its part.
+    Replicas are fine, on any mesh. An FSDP shard is not: outside its module's forward, a rank holds only a piece of its
+    tensor-parallel shard.
     """
     for operand in operands:
         if type(operand) is not DTensor:
@@ -499,7 +502,7 @@ def _is_group(group: dist.ProcessGroup, name: str) -> bool:
 
 
 def wanted(ctx: Any) -> Sequence[bool]:
-    """Which of a Function's inputs get a gradient in this pass; `needs_input_grad` says which ones ever do.
+    """Which of a Function's inputs get a gradient in this pass; `needs_input_grad` covers all passes.
 
     See Note [One autograd path]. Raises RuntimeError in a double backward.
     """
@@ -508,27 +511,27 @@ def wanted(ctx: Any) -> Sequence[bool]:
     needs: Sequence[bool] = ctx.needs_input_grad
     if torch.compiler.is_compiling():
         return needs
-    nodes = []  # of the inputs that need gradients, in their order; other tensors have None
+    nodes = []  # one per input that needs a gradient, in order; next_functions has None for the others
     for node, _ in ctx.next_functions:
         if node is not None:
             nodes.append(node)
     if len(nodes) != sum(needs):
-        return needs  # a torch that refines needs_input_grad itself
+        return needs  # this torch refines needs_input_grad itself
     found = list(needs)
     for i, need in enumerate(needs):
         if need:
             try:
                 found[i] = torch._C._will_engine_execute_node(nodes.pop(0))
             except (RuntimeError, AttributeError):
-                found[i] = True  # torch cannot tell, as for a leaf that torch.autograd.grad captures
+                found[i] = True  # torch cannot tell, e.g. for a leaf that torch.autograd.grad captures
     return found
 
 
-# -- operands that lie on a mesh -------------------------------------------------------------------------------------
+# -- DTensor operands ------------------------------------------------------------------------------------------------
 
 
 class Lying(NamedTuple):
-    """How a DTensor lies: its specification, and the strides of this rank's part. Note [DTensors as operands]."""
+    """A DTensor's layout: its spec, and the strides of this rank's shard. Note [DTensors as operands]."""
 
     spec: Any
     strides: tuple[int, ...]
@@ -538,7 +541,7 @@ class Lying(NamedTuple):
         return cls(operand._spec, operand._local_tensor.stride())
 
     def laid(self, own: Tensor) -> DTensor:
-        """This rank's part of a gradient as one that lies like this."""
+        """Wrap this rank's shard of a gradient as a DTensor of this layout."""
         if own.stride() != self.strides:
             strided = torch.empty_strided(own.shape, self.strides, dtype=own.dtype, device=own.device)
             own = strided.copy_(own)
@@ -546,7 +549,7 @@ class Lying(NamedTuple):
 
 
 def parts(operands: Iterable[Any]) -> tuple[list[Any], dict[int, Lying]]:
-    """This rank's part of each DTensor, below autograd, anything else as it is; and which of them are DTensors."""
+    """(operands with each DTensor replaced by its local shard, below autograd; the layouts of the DTensors by index)"""
     own, lying = [], {}
     for i, operand in enumerate(operands):
         if type(operand) is DTensor:  # isinstance asks its metaclass, in Python
@@ -556,7 +559,7 @@ def parts(operands: Iterable[Any]) -> tuple[list[Any], dict[int, Lying]]:
 
 
 def laid_alike(gradients: Iterable[Tensor | None], lying: dict[int, Lying]) -> list[Tensor | None]:
-    """Gradients of operands' parts, as the operands lie."""
+    """Give each gradient of a shard its operand's DTensor layout."""
     found = []
     for i, own in enumerate(gradients):
         found.append(lying[i].laid(own) if i in lying and own is not None else own)

@@ -1,6 +1,6 @@
-"""RMSNorm, SwiGLU, GeGLU and rotary embedding by Triton kernels, with autograd: for GPUs, outside torch.compile.
+"""RMSNorm, SwiGLU, GeGLU and rotary embedding with Triton kernels and autograd: for GPUs, in eager mode.
 
-Modules ask `serves` and take torch's own operations otherwise; Inductor fuses those by itself.
+Modules use these if `serves` is true, else torch's own operations, which Inductor fuses by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the kernels take these here: fp32, fp16 or bf16 on one GPU that Triton compiles for, in eager mode."""
+    """Whether the kernels support these: fp32, fp16 or bf16 on one GPU supported by Triton, in eager mode."""
     first = tensors[0]
     return (
         first.device.type == "cuda"
@@ -46,19 +46,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x        [..., H]
     weight   [H]        may have another dtype than x
-    return   [..., H]   of x's dtype
-    Raises ValueError for a weight of another length. Source: Zhang and Sennrich 2019.
+    return   [..., H]   in x's dtype
+    Raises ValueError if the weight has another length. Source: Zhang and Sennrich 2019.
     """
     y, _ = _RMSNorm.apply(_rows(x), None, weight, eps)
     return _shaped(y, x)
 
 
 def rms_norm_and_input(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x), x): where x is used beside its norm, one kernel makes the gradient of both uses.
+    """(rms_norm(x), x): if x is used besides its norm, one kernel computes the gradient of both uses.
 
     x        [..., H]   weight as in rms_norm
-    return   two of x's shape and dtype; the second is x, as another node of the graph, not to be changed in place
-    Raises ValueError for a weight of another length.
+    return   two tensors with x's shape and dtype; the second is x as another autograd node, not to be changed in place
+    Raises ValueError if the weight has another length.
     """
     rows = _rows(x)
     y, same = _RMSNorm.apply(rows, None, weight, eps, True)
@@ -66,11 +66,11 @@ def rms_norm_and_input(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, T
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(h), h) with h = x + residual, rounded to their common dtype as torch's sum is.
+    """(rms_norm(h), h) with h = x + residual, rounded to their common dtype like torch's sum.
 
     x, residual   [..., H]   weight as in rms_norm
-    return        two of x's shape and dtype
-    Raises ValueError for an x and a residual of different shapes or dtypes.
+    return        two tensors with x's shape and dtype
+    Raises ValueError if x and residual differ in shape or dtype.
     """
     if x.shape != residual.shape or x.dtype != residual.dtype:
         raise ValueError(f"got x {tuple(x.shape)} {x.dtype} and a residual {tuple(residual.shape)} {residual.dtype}")
@@ -103,11 +103,11 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
-    """act(gate) * up, elementwise, in fp32, rounded once. Keeps its two inputs only.
+    """act(gate) * up, elementwise, in fp32, rounded once. Saves only its two inputs.
 
     gate, up   any shape, the same; return the same
     act        one of ACTIVATIONS, as transformers calls them
-    Raises ValueError where they differ in shape or dtype, and for another act. Source: Shazeer 2020.
+    Raises ValueError if they differ in shape or dtype, or for an unknown act. Source: Shazeer 2020.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"got gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}")
@@ -135,7 +135,7 @@ class _Gated(torch.autograd.Function):
 def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """q [B, S, Hq, D] and k [B, S, Hk, D] rotated by fp32 tables [B or 1, S, 1, D/2], half-split; one launch.
 
-    return   both rotated, contiguous, of their own dtype
+    return   both rotated, contiguous, in their own dtype
     Raises ValueError for shapes or dtypes that do not fit. Source: Su et al. 2021, "RoFormer".
     """
     if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.dtype != k.dtype:

@@ -13,8 +13,8 @@ from fusedtp.comm import Place
 
 
 def split(n: int, world_size: int) -> tuple[int, ...]:
-    """n rows over ranks as torch.chunk (and DTensor's Shard) does: ceil(n / W) each, the last ones fewer or none."""
-    if not torch.compiler.is_compiling() and n % world_size == 0:  # while tracing, a graph would be guarded by it
+    """Split n rows over ranks like torch.chunk (and DTensor's Shard): ceil(n / W) each, the last fewer or none."""
+    if not torch.compiler.is_compiling() and n % world_size == 0:  # while tracing, this would add a guard
         return (n // world_size,) * world_size
     each = -(-n // world_size)
     return tuple([max(0, min(each, n - r * each)) for r in range(world_size)])
@@ -56,20 +56,20 @@ class Rows:
         return self.batch * self.sizes[p]
 
     def parts(self, full: Tensor) -> list[Sequence[Tensor]]:
-        """Every rank's rows of a global [total, N] as views of contiguous rows, one a batch entry."""
+        """Every rank's rows of a global [total, N] as views of contiguous rows, one per batch entry."""
         views, w = full.split_with_sizes(self.sizes * self.batch), len(self.sizes)
         return [views[p::w] for p in range(w)]
 
     def blocks(self, full: Tensor, p: int) -> Sequence[Tensor]:
-        """The same of one rank."""
+        """The same for one rank."""
         return self.parts(full)[p]
 
     def runs(self, local: Tensor, p: int) -> Sequence[Tensor]:
-        """The same rows of rank p's own [local(p), N]."""
+        """The same rows in rank p's own [local(p), N]."""
         return (local,) if self.batch == 1 else local.split_with_sizes((self.sizes[p],) * self.batch)
 
     def pairs(self, full: Tensor, local: Tensor, p: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(view of the global rows, view of the local rows) of rank p, one pair a batch entry."""
+        """(view of the global rows, view of the local rows) of rank p, one pair per batch entry."""
         return zip(self.blocks(full, p), self.runs(local, p), strict=True)
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
@@ -109,7 +109,7 @@ def rows_of_shard(x: Tensor, at: Place, sizes: Sequence[int] | None, dim: int) -
 
 
 def rows_of_full(x: Tensor, at: Place, sizes: Sequence[int] | None, dim: int) -> Rows:
-    """The row map when `x` holds all rows. Without `sizes` they are split as torch.chunk does."""
+    """The row map when `x` holds all rows. Without `sizes` they are split like torch.chunk."""
     shape = x.shape
     if dim not in (0, 1) or len(shape) != 2 + dim:
         raise ValueError(f"with dim={dim} x must have {2 + dim} dimensions (dim 0 or 1), not shape {tuple(shape)}")
@@ -124,7 +124,7 @@ def rows_of_full(x: Tensor, at: Place, sizes: Sequence[int] | None, dim: int) ->
 
 
 def rows_of_all(x: Tensor, at: Place, _sizes: object = None, _dim: int = 0) -> Rows:
-    """The row map of rows [..., K] that every rank has and keeps: each sums those that torch.chunk gives it."""
+    """The row map of rows [..., K] that every rank has and keeps: each rank sums its share as torch.chunk splits it."""
     return Rows(split(math.prod(x.shape[:-1]), at.world_size))
 
 

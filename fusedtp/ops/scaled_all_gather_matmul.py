@@ -1,14 +1,14 @@
 """y_i [T, N_i] = all_gather(x_scale * x) @ (w_scale_i * w_i).T + b_i of fp8 operands: half the bytes on the link.
 
-The gather of all_gather_matmul, by the same kernel. Rows travel with their scales, Note [Packed rows] in fp8.py:
+The gather of all_gather_matmul, with the same kernel. Rows travel with their scales, Note [Packed rows] in fp8.py:
 
 rank r, chunked     packed x to slot | publish | x @ w, scaled | wait r+1 | x_{r+1} @ w, scaled | ...
 rank r, triton      some programs push packed rows to every peer; a tile of fp8 products is summed in fp32, then
-                    multiplied by the scales of its rows, which stand behind their values, and of its columns
-rank r, few rows    all programs push packed rows to every rank, then multiply those of all ranks together
+                    multiplied by the scales of its rows, which follow their values, and of its columns
+rank r, few rows    all programs push packed rows to every rank, then multiply the rows of all ranks together
 
 forward  y_i, summed and scaled in fp32, + b_i, rounded once
-no gradients: fusedtp.nn.FP8Linear has them, made of the operations of fp8
+no gradients: fusedtp.nn.FP8Linear has them, using the fp8 operations
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ def scaled_all_gather_matmul(
     """Column-parallel linear layers of fp8 operands on token shards, one gather for all of them.
 
         x         [T_r, K]   this rank's rows, float8_e4m3fn or float8_e5m2; with dim=1 [B, S_r, K]
-        x_scale   [T_r, 1]   fp32, one of each row; with dim=1 [B, S_r, 1]. Or one element for all rows of this rank
-        weights   [N_i, K]   this rank's rows of each full weight, of either format
+        x_scale   [T_r, 1]   fp32, one per row; with dim=1 [B, S_r, 1]. Or one element for all rows of this rank
+        weights   [N_i, K]   this rank's rows of each full weight, in either format
         w_scales  [N_i, 1]   fp32, or one element each
-        biases    [N_i]      of `dtype`, or None, one entry a weight
+        biases    [N_i]      in `dtype`, or None, one entry per weight
         dtype     of the results: bfloat16, float16 or float32
         sizes, engine, layer as in all_gather_matmul; `triton` needs a GPU that multiplies fp8, or the interpreter
-        return    [T, N_i]   one a weight, summed and scaled in fp32, rounded once; with dim=1 [B, S, N_i]
+        return    [T, N_i]   one per weight, summed and scaled in fp32, rounded once; with dim=1 [B, S, N_i]
 
-    A row takes K bytes (rounded up to 16) and 16 more on its way. The formats of x must be equal on all ranks; scales
-    are each rank's own. Operands have no gradients; fusedtp.nn.FP8Linear is the layer that has.
+    A row takes K bytes (rounded up to 16) plus 16 on the link. The format of x must be equal on all ranks; scales are
+    each rank's own. Operands have no gradients; use the layer fusedtp.nn.FP8Linear for training.
 
     Raises ValueError for shapes, dtypes or an engine that do not fit, SignatureMismatch naming the rank that differs.
     Source: Micikevicius et al. 2022, "FP8 formats for deep learning"; Korthikanti et al. 2022, section 4.2.2.
@@ -103,7 +103,7 @@ def scaled_all_gather_matmul(
 
 
 def reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Result:
-    """The formula on one device: what the full x [T, K] and full weights mean, value * scale."""
+    """The formula on one device: the full x [T, K] and full weights, dequantized (value * scale)."""
     return [torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
@@ -146,7 +146,7 @@ def chunked(
     plan: Plan, packed: Tensor, kind: torch.dtype, weights: list[Tensor], w_scales: list[Tensor],
     biases: list[Tensor | None], dtype: torch.dtype, keep: bool,
 ) -> Result:  # fmt: skip
-    """Shard by shard as they arrive, own rows first. On a CPU a peer's rows are read where they lie."""
+    """Shard by shard as they arrive, own rows first. On CPU a peer's rows are read in place."""
     rows, comm = plan.rows, plan.comm
     outs = [packed.new_empty(rows.total, w.shape[0], dtype=dtype) for w in weights]
     full = packed.new_empty(rows.total, packed.shape[1]) if keep else None
@@ -264,7 +264,7 @@ def prepare(
     x        [R_r, row_bytes(K)]   packed rows, as fp8
     w_i      [N_i, K]              rows contiguous
     config   None: the default
-    copied   x travels beside the kernel, in copies
+    copied   copies send x while the kernel runs
     """
     from fusedtp.kernels.all_gather_matmul import all_gather_matmul_kernel
 
@@ -289,7 +289,7 @@ def prepare_together(
     config: Config | None,
     machine: Machine,
 ) -> Launch:
-    """The launch for few rows, likewise."""
+    """Like `prepare`, for few rows."""
     from fusedtp.kernels.all_gather_few_rows import few_rows_gather_kernel
 
     k = weights[0].shape[1]
@@ -299,18 +299,18 @@ def prepare_together(
 
 
 def scale_args(x: Tensor, k: int, w_scales: Sequence[Tensor]) -> dict[str, Any]:
-    """What the kernels of a gather are told of packed rows x and of scales."""
+    """The gather kernels' arguments for packed rows x and scales."""
     return dict(K=k, row_bytes=x.shape[1], strides_ws=tuple(map(scale_step, w_scales)))
 
 
 def outputs(
     x: Tensor, weights: Sequence[Tensor], rows: Rows, dtype: torch.dtype, keep: bool
 ) -> tuple[list[Tensor], Tensor | None]:
-    """What the kernel fills: y_i, and the packed rows of all ranks if `keep`."""
+    """The kernel's outputs: y_i, and the packed rows of all ranks if `keep`."""
     outs = [x.new_empty(rows.total, w.shape[0], dtype=dtype) for w in weights]
     return outs, x.new_empty(rows.total, x.shape[1]) if keep else None
 
 
 def scale_pointers(w_scales: Sequence[Tensor]) -> dict[str, Any]:
-    """More arguments that a prepared launch lacks."""
+    """Further missing arguments of a prepared launch."""
     return dict(w_scales=tuple(w_scales))

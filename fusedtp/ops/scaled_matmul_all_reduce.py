@@ -1,14 +1,14 @@
 """y [T, N] = all_reduce((x_scale * x) [T, K_r] @ (w_scale * w) [N, K_r].T) + b of fp8 operands.
 
-The all-reduce of matmul_all_reduce, by the same kernels. Products are of fp8; scales are each rank's own, so a partial
-is scaled, in fp32, before it is rounded to the dtype of the result, in which it travels:
+The all-reduce of matmul_all_reduce, with the same kernels. Products are in fp8. Scales are each rank's own, so a
+partial is scaled in fp32 before it is rounded to the dtype of the result and sent:
 
-one-shot    every rank sends its whole partial to every rank, and all sum: small results
-few rows    reduce-scatter, then all-gather, of rows that are multiplied together
-two-shot    the same, each owner's rows apart: large ones
+one-shot    small results: every rank sends its full partial to every rank, and all sum
+few rows    reduce-scatter, then all-gather; rows of all owners share a tile
+two-shot    large results: the same, with separate tiles for each owner's rows
 
 forward  y, summed over ranks in rank order in fp32, + b, rounded once; the same bits on every rank
-no gradients: fusedtp.nn.FP8Linear has them, made of the operations of fp8
+no gradients: fusedtp.nn.FP8Linear has them, using the fp8 operations
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def scaled_matmul_all_reduce(
     """A row-parallel linear layer of fp8 operands without sequence parallelism.
 
         x        [..., K]  all rows, this rank's columns, float8_e4m3fn or float8_e5m2
-        x_scale  [..., 1]  fp32, one of each row of these columns; or one element
-        weight   [N, K]    this rank's columns of the full weight, of either format
+        x_scale  [..., 1]  fp32, one per row of these columns; or one element
+        weight   [N, K]    this rank's columns of the full weight, in either format
         w_scale  [N, 1]    fp32, or one element
-        bias     [N]       the full bias, of `dtype`; added once
-        dtype    of the result and of the partials that travel: bfloat16, float16 or float32
+        bias     [N]       the full bias, in `dtype`; added once
+        dtype    of the result and of the partials that are sent: bfloat16, float16 or float32
         engine, layer as in matmul_all_reduce; `triton` needs a GPU that multiplies fp8, or the interpreter
         return   [..., N]  summed over ranks, in rank order, rounded once; the same bits on every rank
 
-    What travels are partial sums in `dtype`, not fp8: only the product gains. Formats and scales are each rank's own.
-    Operands have no gradients; fusedtp.nn.FP8Linear is the layer that has.
+    The exchange is in `dtype`, not fp8: only the matmul gets faster. Formats and scales are each rank's own. Operands
+    have no gradients; use the layer fusedtp.nn.FP8Linear for training.
 
     Raises ValueError for shapes, dtypes or an engine that do not fit, SignatureMismatch naming the rank that differs.
     Source: Micikevicius et al. 2022, "FP8 formats for deep learning"; Shoeybi et al. 2019, "Megatron-LM", section 3.
@@ -110,7 +110,7 @@ def chunked(
 def triton(
     plan: Plan, x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """One launch, of the kernel for its size."""
+    """One launch of the kernel for this size."""
     x, w = fp8.columns_together(x), fp8.columns_together(w)
     total, n = x.shape[0], w.shape[0]
     with plan.call() as call:
@@ -142,7 +142,7 @@ def _launched(
 
 
 def _kernel(name: str, how: Callable[..., Launch]) -> FusedKernel:
-    """One of matmul_all_reduce's, with scales."""
+    """A kernel of matmul_all_reduce, with scales."""
     return FusedKernel(
         f"scaled_{name}_all_reduce",
         f"{name}_kernel",

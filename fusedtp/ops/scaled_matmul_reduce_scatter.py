@@ -1,13 +1,13 @@
 """y [T_r, N] = reduce_scatter((x_scale * x) [T, K_r] @ (w_scale * w) [N, K_r].T) + b of fp8 operands.
 
-The reduce-scatter of matmul_reduce_scatter, by the same kernels. Products are of fp8; scales are each rank's own, so a
-partial is scaled, in fp32, before it is rounded to the dtype of the result, in which it travels:
+The reduce-scatter of matmul_reduce_scatter, with the same kernels. Products are in fp8. Scales are each rank's own, so
+a partial is scaled in fp32 before it is rounded to the dtype of the result and sent:
 
 rank r, chunked     rows of r+1, scaled, into slot | publish to r+1 | rows of r+2 | ... | own rows | wait for all | sum
-rank r, triton      a tile of fp8 products is summed in fp32, scaled and pushed to its owner, who sums them
+rank r, triton      sum a tile of fp8 products in fp32, scale it and push it to its owner, which sums over ranks
 
 forward  y, summed over ranks in rank order in fp32, + b, rounded once
-no gradients: fusedtp.nn.FP8Linear has them, made of the operations of fp8
+no gradients: fusedtp.nn.FP8Linear has them, using the fp8 operations
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ def scaled_matmul_reduce_scatter(
     """A row-parallel linear layer of fp8 operands whose output is sharded by tokens.
 
         x        [T, K]    all rows, this rank's columns, float8_e4m3fn or float8_e5m2; with dim=1 [B, S, K]
-        x_scale  [T, 1]    fp32, one of each row of these columns; with dim=1 [B, S, 1]. Or one element
-        weight   [N, K]    this rank's columns of the full weight, of either format
+        x_scale  [T, 1]    fp32, one per row of these columns; with dim=1 [B, S, 1]. Or one element
+        weight   [N, K]    this rank's columns of the full weight, in either format
         w_scale  [N, 1]    fp32, or one element
-        bias     [N]       the full bias, of `dtype`; added once
-        dtype    of the result and of the partials that travel: bfloat16, float16 or float32
+        bias     [N]       the full bias, in `dtype`; added once
+        dtype    of the result and of the partials that are sent: bfloat16, float16 or float32
         sizes, engine, layer as in matmul_reduce_scatter; `triton` needs a GPU that multiplies fp8, or the interpreter
         return   [T_r, N]  summed over ranks, in rank order, rounded once; with dim=1 [B, S_r, N]
 
-    What travels are partial sums in `dtype`, not fp8: only the product gains. Formats and scales are each rank's own.
-    Operands have no gradients; fusedtp.nn.FP8Linear is the layer that has.
+    The exchange is in `dtype`, not fp8: only the matmul gets faster. Formats and scales are each rank's own. Operands
+    have no gradients; use the layer fusedtp.nn.FP8Linear for training.
 
     Raises ValueError for shapes, dtypes or an engine that do not fit, SignatureMismatch naming the rank that differs.
     Source: Micikevicius et al. 2022, "FP8 formats for deep learning"; Korthikanti et al. 2022, section 4.2.2.
@@ -79,7 +79,7 @@ def scaled_matmul_reduce_scatter(
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The formula on one device: what the full x [T, K] and weight mean, value * scale."""
+    """The formula on one device: the full x [T, K] and weight, dequantized (value * scale)."""
     return torch.nn.functional.linear(x, weight, bias)
 
 
@@ -104,7 +104,7 @@ def collective(
 def chunked(
     plan: Plan, x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """One matmul an owner, the next rank's rows first. On a CPU owners read the partials where they lie."""
+    """One matmul per owner, the next rank's rows first. On CPU owners read the partials in place."""
     rows, comm, n = plan.rows, plan.comm, w.shape[0]
     wide, of_rows = fp8.operand(w), x_scale.expand(rows.total, 1)
     blocks, scales = rows.parts(x), rows.parts(of_rows)
@@ -124,7 +124,7 @@ def chunked(
 def triton(
     plan: Plan, x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """One launch: tiles are scaled and pushed to their owner, who sums them between its products."""
+    """One launch: tiles are scaled and pushed to their owner, which sums them between its products."""
     rows, x, w = plan.rows, fp8.columns_together(x), fp8.columns_together(w)
     with plan.call() as call:
         view = call.kernel_view()
@@ -195,10 +195,10 @@ op = Operation(
 
 
 def scaled(launch: Launch, x_scale: Tensor, w_scale: Tensor) -> Launch:
-    """A prepared launch, of fp8 operands whose scales have these strides. Here and below: matmul_all_reduce's too."""
+    """A prepared launch for fp8 operands with these scales' strides. matmul_all_reduce uses this and the next too."""
     return replace(launch, args=launch.args | dict(stride_xs=scale_step(x_scale), stride_ws=scale_step(w_scale)))
 
 
 def scale_pointers(x_scale: Tensor, w_scale: Tensor) -> dict[str, Tensor]:
-    """More arguments that a prepared launch lacks."""
+    """Further missing arguments of a prepared launch."""
     return dict(x_scale=x_scale, w_scale=w_scale)

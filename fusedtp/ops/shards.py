@@ -1,13 +1,13 @@
-"""Shards on their way between ranks without a matmul: what `chunked` engines share, and the operations made of it.
+"""Exchange of shards without a matmul: building blocks of the `chunked` engines, and operations made of them.
 
     all_gather_rows          x [T_r, N] -> [T, N]
-    all_gather_tensors       the same of several x, of any widths and dtypes
+    all_gather_tensors       the same for several x, of any widths and dtypes
     reduce_scatter_rows      x [T, N], a partial on every rank -> [T_r, N], the sum in rank order
-    reduce_scatter_tensors   the same of several x, of any widths and dtypes
+    reduce_scatter_tensors   the same for several x, of any widths and dtypes
     all_reduce_rows          x [T, N], a partial on every rank -> [T, N], bitwise equal on all ranks
 
-On a CPU ranks read each other's shards where they lie; on GPUs these are the process group's own collectives. The
-differentiable functions of tokens.py are made of them.
+On a CPU ranks read each other's shards in place; on GPUs these are the process group's own collectives. The
+differentiable functions of tokens.py use them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .matmul import sum_in_rank_order
 from .operation import Operation, Plan, Shared, Spec
 from .rows import Rows
 
-ALIGNED = 64  # bytes, of tensors that share a slot
+ALIGNED = 64  # bytes: alignment of tensors that share a slot
 TWO_SHOT_BYTES = 1 << 20  # from this size on an all-reduce is a reduce-scatter and an all-gather
 
 
 def ring(comm: Communicator, *, own: str) -> list[int]:
-    """Ranks from this one upwards; `own` says whether this rank comes "first" or "last"."""
+    """Ranks in ascending order from this one, cyclically; `own`: whether this rank comes "first" or "last"."""
     w, r = comm.world_size, comm.rank
     others = [(r + step) % w for step in range(1, w)]
     return [r, *others] if own == "first" else [*others, r]
 
 
 def as_they_arrive(call: Call, comm: Communicator) -> Iterator[int]:
-    """Every rank whose rows can be read, this one first."""
+    """Yield every rank as soon as its rows can be read, this one first."""
     for p in ring(comm, own="first"):
         if p != comm.rank:
             with comm.span(f"wait {p}"):
@@ -48,8 +48,8 @@ def as_they_arrive(call: Call, comm: Communicator) -> Iterator[int]:
 def shards_as_they_arrive(call: Call, comm: Communicator, x: Tensor, rows: Rows) -> Iterator[tuple[int, Tensor]]:
     """Publish x [rows.local(rank), K], then yield (rank, its rows) for every rank, this one first.
 
-    On CPU a peer's rows are a view of its slot. On CUDA the copy engine brings them, all copies started at once on a
-    stream of their own, and each is waited for on the current stream just before it is yielded.
+    On CPU a peer's rows are a view of its slot. On CUDA the copy engine fetches them: all copies start at once on a
+    side stream, and the current stream waits for each just before it is yielded.
     """
     width = x.shape[1]
     views = [call.buffer(p, (rows.local(p), width), x.dtype) for p in range(comm.world_size)]
@@ -65,9 +65,9 @@ def shards_as_they_arrive(call: Call, comm: Communicator, x: Tensor, rows: Rows)
 
 
 def partials_of(call: Call, source: int, rows: Rows, width: int, dtype: torch.dtype, owner: int, at: int = 0) -> Tensor:
-    """What rank `source` holds for the rows of `owner` in a reduce-scatter, [rows.local(owner), width].
+    """The partial of rank `source` for the rows of `owner` in a reduce-scatter, [rows.local(owner), width].
 
-    at   the byte of the slot where the partials of all owners begin
+    at   byte offset in the slot at which the partials of all owners begin
     """
     offset = at + rows.batch * rows.offset(owner) * width * dtype.itemsize
     return call.buffer(source, (rows.local(owner), width), dtype, offset)
@@ -82,7 +82,7 @@ def arrived_partials(call: Call, comm: Communicator, rows: Rows, width: int, dty
 def _arrived(
     call: Call, comm: Communicator, rows: Rows, tensors: Sequence[tuple[int, torch.dtype, int]]
 ) -> list[list[Tensor]]:
-    """The same of several tensors, each given by its width, its dtype and the byte where it begins."""
+    """The same for several tensors, each given by its width, its dtype and its byte offset."""
     found: list[list[Tensor]] = [[] for _ in tensors]
     for p in range(comm.world_size):
         if p != comm.rank:
@@ -90,19 +90,19 @@ def _arrived(
                 call.wait(p)
         for parts, (width, dtype, at) in zip(found, tensors, strict=True):
             part = partials_of(call, p, rows, width, dtype, comm.rank, at)
-            parts.append(part if call.on_cpu or p == comm.rank else part.clone())  # CUDA: one pass over the link
+            parts.append(part if call.on_cpu or p == comm.rank else part.clone())  # CUDA: read it once over the link
     return found
 
 
 class CopyStream:
-    """Copies that run beside the current CUDA stream, on the copy engine."""
+    """Copies on a side stream, by the copy engine."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.stream.wait_stream(torch.cuda.current_stream(device))
 
     def fetch(self, source: Tensor) -> Callable[[], Tensor]:
-        """Start copying `source`; the result makes the current stream wait for the copy and returns it."""
+        """Start copying `source`. The returned function makes the current stream wait for the copy and returns it."""
         out = torch.empty_like(source)
         out.record_stream(self.stream)
         with torch.cuda.stream(self.stream):
@@ -116,11 +116,11 @@ class CopyStream:
         return ready
 
 
-# -- chunked, also as parts of other operations ----------------------------------------------------------------------
+# -- chunked; other operations use these too -------------------------------------------------------------------------
 
 
 def gather_rows(comm: Communicator, x: Tensor, rows: Rows) -> Tensor:
-    """x [local rows, N] -> a new [rows.total, N] over the workspace."""
+    """x [local rows, N] -> a new [rows.total, N] through the workspace."""
     width = x.shape[1]
     signature = Signature("all_gather_rows", "chunked", x.dtype, width, rows.sizes, rows.batch)
     out = x.new_empty(rows.total, width)
@@ -152,7 +152,7 @@ def gather_tensors(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def scatter_rows(comm: Communicator, x: Tensor, rows: Rows) -> Tensor:
-    """x [rows.total, N], a partial on every rank -> a new [local rows, N] over the workspace."""
+    """x [rows.total, N], a partial on every rank -> a new [local rows, N] through the workspace."""
     width = x.shape[1]
     signature = Signature("reduce_scatter_rows", "chunked", x.dtype, width, rows.sizes, rows.batch)
     with comm.workspace.call(signature, rows.total * width * x.element_size()) as call:
@@ -161,7 +161,7 @@ def scatter_rows(comm: Communicator, x: Tensor, rows: Rows) -> Tensor:
 
 
 def _scattered(call: Call, comm: Communicator, xs: Sequence[Tensor], rows: Rows) -> list[Tensor]:
-    """Each x [rows.total, N] -> a new [local rows, N]; in a slot they lie one after the other."""
+    """Each x [rows.total, N] -> a new [local rows, N]; in a slot they follow one another."""
     tensors, at = [], 0
     for x in xs:
         tensors.append((x.shape[1], x.dtype, at))
@@ -174,7 +174,7 @@ def _scattered(call: Call, comm: Communicator, xs: Sequence[Tensor], rows: Rows)
         call.publish(p)
     outs = []
     for x, partials in zip(xs, _arrived(call, comm, rows, tensors), strict=True):
-        own = rows.blocks(x, comm.rank)  # which nobody else reads
+        own = rows.blocks(x, comm.rank)  # not in the slot, because no peer reads it
         partials[comm.rank] = own[0] if len(own) == 1 else torch.cat(list(own))
         outs.append(sum_in_rank_order(partials))
     return outs
@@ -234,11 +234,11 @@ def _of_several(
     chunked: Callable[[Plan, Sequence[Tensor]], list[Tensor]],
     rows_in_slot: Callable[[Rows], int],
 ) -> Operation:
-    """Of tensors of any widths and dtypes, in one call.
+    """An operation on several tensors of any widths and dtypes, in one call.
 
-    made           how many rows a result has
-    collective     of one tensor; they follow each other
-    rows_in_slot   of each tensor, in a rank's slot
+    made           number of rows of a result
+    collective     handles one tensor; called for one after another
+    rows_in_slot   rows of each tensor in a rank's slot
     """
     return Operation(
         name,

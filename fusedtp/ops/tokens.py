@@ -1,8 +1,8 @@
-"""Differentiable movers of token rows between ranks, without a matmul.
+"""Differentiable exchange of token rows between ranks, without a matmul.
 
-Each is a linear map on the whole world, and its backward is that map's transpose, given what the gradient is on each
-rank: a part of the sum ("partial") or the same on all ranks ("replicated"). `layer` is the kind of layer that calls
-are counted for.
+Each function is a linear map over all ranks, and its backward is the transpose of that map. The upstream gradient on a
+rank is either a part of the sum ("partial") or the same on all ranks ("replicated"). `layer` is the kind of layer that
+calls are counted for.
 
     forward                  backward, given a gradient that is
     gather_tokens            this rank's rows, replicated
@@ -36,19 +36,19 @@ from .shards import (
 
 
 def gather_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str = "") -> Tensor:
-    """x [T_r, ...] -> [T, ...] on every rank; the gradient is replicated, and a rank takes its own rows of it."""
+    """x [T_r, ...] -> [T, ...] on every rank; the gradient is replicated, and each rank takes its own rows of it."""
     full = _Gather.apply(_as_rows(x), _spec(group, sizes, layer))
     return full.reshape(full.shape[0], *x.shape[1:])
 
 
 def all_gather_tokens(x: Tensor, group: Group, sizes: Sequence[int], layer: str = "") -> Tensor:
-    """x [T_r, ...] -> [T, ...] on every rank; the gradient is partial: ranks sum it, each for its own rows."""
+    """x [T_r, ...] -> [T, ...] on every rank; the gradient is partial: each rank gets the sum for its own rows."""
     full = _AllGather.apply(_as_rows(x), _spec(group, sizes, layer))
     return full.reshape(full.shape[0], *x.shape[1:])
 
 
 def all_gather_tokens_of(xs: Sequence[Tensor], group: Group, sizes: Sequence[int], layer: str = "") -> list[Tensor]:
-    """all_gather_tokens of several, in one call, and so is its backward; whole numbers have no gradient."""
+    """all_gather_tokens for several tensors in one call; the backward is one call too. Integers have no gradient."""
     if len(xs) == 1:
         return [all_gather_tokens(xs[0], group, sizes, layer)]
     fulls = _AllGatherTensors.apply(_spec(group, sizes, layer), *map(_as_rows, xs))
@@ -88,7 +88,7 @@ def _spec_of_all(x: Tensor, group: Group, layer: str) -> Spec:
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """x [T, ...] -> [T, N], also with no elements; a scalar -> [1, 1]."""
+    """x [T, ...] -> [T, N], even without elements; a scalar -> [1, 1]."""
     return x.flatten(1) if x.dim() > 1 else x.reshape(x.numel(), 1)
 
 
@@ -118,7 +118,7 @@ class _Gather(Function):
 
 
 class _AllGather(Function):
-    """As _Gather, for a gradient that is partial: the transpose of _ReduceScatter."""
+    """Like _Gather, but with a partial gradient: the transpose of _ReduceScatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, spec: Spec) -> Tensor:
@@ -131,7 +131,7 @@ class _AllGather(Function):
 
 
 class _AllGatherTensors(Function):
-    """Of (spec, *xs) as one parameter: Dynamo drops ctx from a call with as many arguments as there are parameters."""
+    """Takes (spec, *xs) as one parameter: Dynamo drops ctx from a call with as many arguments as parameters."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
@@ -157,7 +157,7 @@ def _reduce_scatter_each(spec: Spec, xs: list[Tensor]) -> Sequence[Tensor]:
 
 
 class _ReduceScatterTensors(Function):
-    """As _AllGatherTensors."""
+    """Takes (spec, *xs) as one parameter, like _AllGatherTensors."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:

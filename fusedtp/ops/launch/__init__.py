@@ -1,7 +1,7 @@
 """Host side of the kernels: configurations, operands, launches; launchers of local kernels.
 
-The launchers of fused and grouped matmuls stand in their operations' files. Outputs are ordinary tensors; nothing of
-the workspace is handed out. Imports triton lazily.
+The launchers of fused and grouped matmuls are in their operations' files. Outputs are ordinary tensors, never views of
+the workspace. Imports triton lazily.
 """
 
 from fusedtp.comm.launching import Launch

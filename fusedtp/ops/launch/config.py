@@ -1,8 +1,8 @@
-"""How a fused kernel is cut up: tile sizes, warps, stages, and how many programs do what.
+"""The configuration of a fused kernel: tile sizes, warps, stages, and how many programs send.
 
-Defaults, no search at run time; what was measured to be faster on a GPU goes before them (tuned.py). What ranks
-must agree on, the extent of a chunk and the order of sums, depends only on numbers that all ranks share: rows of every
-rank, dtype, the columns that are scattered, and the kind of GPU, which the signature of a call compares.
+These are defaults; nothing is searched at run time. Values measured to be faster on a GPU override them (tuned.py).
+Ranks must agree on the extent of a chunk and the order of sums, so these depend only on values that all ranks share:
+the rows of every rank, dtype, the scattered columns, and the kind of GPU, which the signature of a call compares.
 """
 
 from dataclasses import dataclass, replace
@@ -16,9 +16,9 @@ from fusedtp.ops.measured import kind_of
 
 @dataclass(frozen=True)
 class Machine:
-    """What a launch may use: `programs` that run at once, shared memory of one, and which clock a kernel reads.
+    """The resources of a launch: `programs` that run at once, shared memory per program, and the kernel's clock.
 
-    name   of the kind, by which tables of measured values are found; "" of a GPU that is not here
+    name   kind of machine, the key of its tables of measured values; "" for a GPU that this host lacks
     """
 
     clock: str  # "cuda", "hip", or "host": the interpreter
@@ -26,19 +26,19 @@ class Machine:
     shared_bytes: int
     shared_gpu: bool = False  # several ranks on one GPU
     name: str = ""
-    capability: int = 0  # of CUDA: 90 is sm_90
+    capability: int = 0  # CUDA only: 90 is sm_90
 
 
 @dataclass(frozen=True)
 class Config:
-    """One launch. `chunk` is what one flag covers: rows in a gather, tiles in a reduction.
+    """The configuration of one launch. `chunk` is what one flag covers: rows in a gather, tiles in a reduction.
 
-    part           elements of a tile, for each warp, that are summed at once
-    max_registers  what a thread may use; 0 leaves that to the compiler
-    part_tiles     tiles of a part of the columns, of a matmul with its combine
-    tma            operands that no peer writes by TMA, where they allow it
-    specialized    of the plain matmul alone: a warp of its own for TMA's copies
-    halves         of the plain and the grouped matmuls: a tile's columns end half by half
+    part           elements of a tile per warp that are summed at once
+    max_registers  limit on registers per thread; 0 leaves it to the compiler
+    part_tiles     matmul with its combine: tiles in a part of the columns
+    tma            load operands that no peer writes by TMA, where their layouts allow it
+    specialized    plain matmul only: a dedicated warp issues the TMA copies
+    halves         plain and grouped matmuls: the epilogue stores a tile's columns in two halves
     """
 
     block_m: int
@@ -62,13 +62,13 @@ class Config:
         return self.send_programs + self.other_programs
 
 
-# What a thread can name. ptxas by itself stops at fewer, and spills, so that one more program would fit a processor;
-# the grids here hold one or two for each. Not for the largest tile: it has them all anyway, and 3.7 spills if told so.
+# The most registers a thread can address. By default ptxas uses fewer, and spills, to fit one more program on an SM,
+# but grids here have one or two per SM. Not for the largest tile: it gets all anyway, and 3.7 spills with this limit.
 ALL_REGISTERS = 255
-VECTOR = 16  # elements: the compiler knows of an integer whether 16 divides it, and no more
+VECTOR = 16  # elements: all the compiler knows about an integer is whether 16 divides it
 
 NARROWEST = 32  # columns of a tile
-IN_FLIGHT = 32 << 10  # bytes that an SM reads in the microsecond that memory takes to answer: 3.4 TB/s of 132 SMs
+IN_FLIGHT = 32 << 10  # bytes that an SM reads during memory's latency of 1 us: 3.4 TB/s over 132 SMs
 MOST_STAGES = 8
 
 HOST = Machine(clock="host", programs=3, shared_bytes=0, name="interpreter")
@@ -76,7 +76,7 @@ HOST = Machine(clock="host", programs=3, shared_bytes=0, name="interpreter")
 
 @cache
 def machine_of(device: torch.device, ranks_per_device: int = 1) -> Machine:
-    """The machine behind `device`; of a GPU that several ranks share, this rank's part."""
+    """The machine behind `device`; if several ranks share a GPU, this rank's part of it."""
     if device.type != "cuda":
         return HOST
     props = torch.cuda.get_device_properties(device)
@@ -89,10 +89,10 @@ def machine_of(device: torch.device, ranks_per_device: int = 1) -> Machine:
 
 
 def tiles(machine: Machine, dtype: torch.dtype, rows: int, cols: int, even: bool = True) -> Config:
-    """Tile sizes for an output of rows x cols; the large ones only where they fill the machine.
+    """Tile sizes for an output of rows x cols; large tiles only if they fill the machine.
 
-    even: VECTOR divides the length of the output's rows. Where not, they are stored element by element, and a thread
-    holds an address for each row of its part of the tile: 32 of them fit its registers, 64 do not.
+    even: VECTOR divides the length of the output's rows. If not, rows are stored element by element, and a thread holds
+    an address for each row of its part of the tile: 32 of them fit in its registers, 64 do not.
     """
     if machine.clock == "host":  # a step costs the same up to 64
         return Config(block(rows, 16, 64), block(cols, 16, 64), 64)
@@ -107,7 +107,7 @@ def tiles(machine: Machine, dtype: torch.dtype, rows: int, cols: int, even: bool
 
 
 def of_fp8(config: Config, machine: Machine) -> Config:
-    """Tiles of 16-bit operands for fp8: as deep in bytes. On sm_90, whose sums are held twice, no wider than 128."""
+    """Adapt tiles of 16-bit operands to fp8: the same depth in bytes. sm_90 keeps sums twice: at most 128 columns."""
     config = replace(config, block_k=2 * config.block_k)
     if machine.capability != 90:
         return config
@@ -116,11 +116,11 @@ def of_fp8(config: Config, machine: Machine) -> Config:
 
 def _cuda_tiles(machine: Machine, dtype: torch.dtype, rows: int, cols: int, block_m: int, even: bool) -> Config:
     every = ALL_REGISTERS
-    if dtype == torch.float32:  # a thread holds all of BLOCK_K of its rows and columns
+    if dtype == torch.float32:  # a thread holds all BLOCK_K elements of its rows and columns
         return Config(min(block_m, 64), 64, 16, num_warps=8, num_stages=4, max_registers=every)
-    reads_shared = machine.shared_bytes >= 200 * 1024  # the matrix unit its operands, not registers
+    reads_shared = machine.shared_bytes >= 200 * 1024  # tensor cores read operands from shared memory, not registers
     if block_m < 128 or not even:
-        # Four warps have too few registers where rows are odd, or operands go through registers as well.
+        # Four warps have too few registers if rows are not even or operands pass through registers.
         roomy = block_m < 64 or (even and reads_shared)
         warps, stages = 4 if roomy else 8, 4 if reads_shared else 3
         return Config(min(block_m, 64), 128, 64, warps, stages, part=256, max_registers=every)
@@ -134,9 +134,9 @@ def _cuda_tiles(machine: Machine, dtype: torch.dtype, rows: int, cols: int, bloc
 def narrowed(
     shape: Config, machine: Machine, rows: int, n: int, *, each: int = 1, narrowest: int = NARROWEST
 ) -> Config:
-    """The tile, of fewer columns as long as a program has `each` tiles at most.
+    """Narrow the tile as long as no program gets more than `each` tiles.
 
-    A product of few rows takes as long as the weights take to come, and one program loads only so fast.
+    A product of few rows is bound by loading the weights, so the load is spread over as many programs as possible.
     """
     while shape.block_n > narrowest:
         half = replace(shape, block_n=shape.block_n // 2)
@@ -147,9 +147,9 @@ def narrowed(
 
 
 def deep(shape: Config, machine: Machine, dtype: torch.dtype, weights: int = 1) -> Config:
-    """The tile in so many stages that IN_FLIGHT bytes of the weights are on their way, if they fit.
+    """The tile with enough stages to keep IN_FLIGHT bytes of the weights in flight, if they fit.
 
-    A tile too narrow for that takes twice as much of K in a stage, but not in fp32, where that would take registers.
+    A tile too narrow for that doubles block_k, but not in fp32, where that would take registers.
     """
     if machine.clock != "cuda":
         return shape
@@ -162,23 +162,23 @@ def deep(shape: Config, machine: Machine, dtype: torch.dtype, weights: int = 1) 
 
 
 def gather_programs(machine: Machine) -> tuple[int, int]:
-    """(senders, others): about an eighth of a GPU stores as fast as its links carry."""
+    """(senders, others): about an eighth of a GPU's programs saturate its links."""
     senders = max(1, min(16, machine.programs // 8))
     return senders, max(1, machine.programs - senders)
 
 
 def gather_chunk(rows_max: int, flags: int) -> int:
-    """Rows a flag covers: enough chunks that all senders work on one peer, few enough for its flags."""
+    """Rows per flag: enough chunks that all senders can work on one peer, but no more chunks than flags."""
     return max(1, min(128, -(-rows_max // 16)), -(-rows_max // flags))
 
 
 def power_of_two(n: int) -> int:
-    """The least that is no less than n; 1 for 0."""
+    """The smallest power of two that is at least n; 1 for 0."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def block(extent: int, low: int, high: int) -> int:
-    """The power of two in [low, high] that covers `extent`, or high."""
+    """The smallest power of two in [low, high] that covers `extent`, or high."""
     size = low
     while size < min(extent, high):
         size *= 2

@@ -12,8 +12,8 @@ from fusedtp.comm.launching import Launch
 from .config import VECTOR, Config, Machine, machine_of, power_of_two
 
 ACCESS = 16  # bytes of a thread's access to memory
-LANES = 1024  # accesses of a program at once: four of each thread, so that enough bytes are under way
-HOST_LANES = 4  # there small tests shall have several steps and programs
+LANES = 1024  # accesses of a program at once: four per thread, so that enough bytes are in flight
+HOST_LANES = 4  # under the interpreter: even small tests get several steps and programs
 WARPS = 8
 
 
@@ -53,7 +53,7 @@ def plan_logit_gradient(
 
 
 def _shared_args(logits: Tensor, labels: Tensor, start: int, machine: Machine) -> tuple[dict[str, Any], int]:
-    """What both kernels take, and the accesses of a program along a row; short rows go several to a program."""
+    """The arguments of both kernels, and a program's accesses along a row; a program takes several short rows."""
     each = ACCESS // logits.element_size()
     most = HOST_LANES if machine.clock == "host" else LANES
     (rows, width), stride = logits.shape, logits.stride(0)
@@ -63,8 +63,8 @@ def _shared_args(logits: Tensor, labels: Tensor, start: int, machine: Machine) -
 
 
 def _aligned(logits: Tensor) -> bool:
-    """Whether the compiler sees that a thread can load ACCESS bytes at once: what it knows of a number is that 16
-    divides it."""
+    """Whether the compiler can tell that a thread may load ACCESS bytes at once: it only knows which numbers 16
+    divides."""
     return logits.data_ptr() % ACCESS == 0 and all(n % VECTOR == 0 for n in (logits.stride(0), logits.shape[1]))
 
 

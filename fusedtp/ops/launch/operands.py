@@ -1,7 +1,6 @@
-"""How a matmul's operands reach its kernel, by pointer or TMA; of the plain ones also in what tiles and precision.
+"""How a kernel loads a matmul's operands: by pointer or TMA. For local matmuls also their tiles and precision.
 
-A descriptor holds its operand's address, as a pointer does, and is an argument of the kernel like one: a captured CUDA
-graph keeps both.
+A TMA descriptor holds its operand's address and is a kernel argument, like a pointer: a captured CUDA graph keeps both.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from . import tuned
 from .config import ALL_REGISTERS, VECTOR, Config, Machine, tiles
 
 INT32 = 2**31 - 1
-MOST_DESCRIPTORS = 4  # that a kernel has parameters for
-# Names of a kernel's parameters. Strides stay those of pointers, which it is given as well.
+MOST_DESCRIPTORS = 4  # number of descriptor parameters of a kernel
+# Names of a kernel's parameters. The kernel also gets the pointers and their strides.
 DESCRIPTORS, W_DESCRIPTORS, X_DESCRIPTORS = (
     tuple([f"{kind}descriptor{i}" for i in range(MOST_DESCRIPTORS)]) for kind in ("", "w_", "x_")
 )
 LOW = 64
-SHORTEST_BYTES = 32  # of a row that one instruction of the matrix units takes
-BARRIER_BYTES = 1024  # at least what a kernel's barriers take of shared memory
+SHORTEST_BYTES = 32  # bytes of K that one tensor-core instruction takes
+BARRIER_BYTES = 1024  # upper bound on the shared memory of a kernel's barriers
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 
 
 def describable(x: Tensor) -> bool:
-    """Whether TMA takes a matrix: its address and the stride of its rows are multiples of 16 bytes, its rows are
-    contiguous and do not overlap, it is not empty, and 32 bits count its rows and columns, 40 the bytes of a stride.
+    """Whether TMA can load a matrix: its address and row stride are multiples of 16 bytes, its rows are contiguous and
+    do not overlap, it is not empty, its rows and columns fit in 32 bits, and the row stride in bytes fits in 40.
 
     Source: CUDA Driver API, cuTensorMapEncodeTiled.
     """
@@ -50,11 +49,11 @@ def describable(x: Tensor) -> bool:
 
 
 def described(x: Tensor, block: list[int], across: bool = False) -> Any:
-    """The TMA descriptor of a matrix that TMA takes, made without its constructor, whose checks `describable` has made.
+    """The TMA descriptor of a matrix that is `describable`, made without its constructor, which would check it again.
 
     An eager call makes up to eight, and the checks take some microseconds each time.
 
-    across   of x transposed
+    across   describe x transposed
     """
     kind = _descriptor()
     made = kind.__new__(kind)
@@ -75,8 +74,8 @@ def _descriptor() -> Any:
 def local_operands(config: Config, xs: Sequence[Tensor], weights: Sequence[Tensor], batch: int = 1) -> dict[str, Any]:
     """Strides, TMA, X_TMA and ACROSS of a kernel whose operands [T, K_i] and [N, K_i] no peer writes.
 
-    TMA takes rows that are contiguous: those of the weights, or of all of them transposed, as a gradient has them
-    (ACROSS). x_i goes by TMA only where the weights do, and not where a rank's rows are `batch` runs apart.
+    TMA needs contiguous rows, either of all weights or of all weights transposed, as in a backward matmul (ACROSS).
+    x_i is loaded by TMA only if the weights are, and not if a rank's rows are `batch` separate runs.
     """
     by_tma, across = weights_by_tma(config, weights)
     x_by_tma = by_tma and batch == 1 and all(map(describable, xs))
@@ -94,13 +93,13 @@ def local_operands(config: Config, xs: Sequence[Tensor], weights: Sequence[Tenso
 def local_tiles(
     config: Config, machine: Machine, xs: Sequence[Tensor], weights: Sequence[Tensor], batch: int = 1
 ) -> Config:
-    """A default configuration as it serves a kernel with `local_operands`: see `of_vectors`."""
+    """Adapt a default configuration to a kernel with `local_operands`: see `of_vectors`."""
     taken = local_operands(config, xs, weights, batch)
     return of_vectors(config, machine, *(() if taken["X_TMA"] else xs), *(() if taken["TMA"] else weights))
 
 
 def weights_by_tma(config: Config, weights: Sequence[Tensor]) -> tuple[bool, bool]:
-    """Whether TMA takes all these [N_i, K_i], whose rows or columns are contiguous, and whether as [K_i, N_i]."""
+    """Whether TMA can load all weights [N_i, K_i] by contiguous rows or columns, and whether as [K_i, N_i]."""
     if takes_tma(config, *weights):
         return True, False
     across = takes_tma(config, *(w.t() for w in weights))
@@ -110,7 +109,7 @@ def weights_by_tma(config: Config, weights: Sequence[Tensor]) -> tuple[bool, boo
 def describe(
     args: dict[str, Any], names: Sequence[str], matrices: Sequence[Tensor], block: list[int], across: bool = False
 ) -> None:
-    """Adds the matrices' descriptors to a launch's arguments: see `described`. across: of the matrices transposed."""
+    """Add the matrices' descriptors to a launch's arguments: see `described`. across: describe them transposed."""
     for name, x in zip(names, matrices):
         args[name] = described(x, block, across)
 
@@ -118,14 +117,14 @@ def describe(
 def describe_weights(
     args: dict[str, Any], launch: Launch, weights: Sequence[Tensor], names: Sequence[str] = DESCRIPTORS
 ) -> None:
-    """The same of a launch that takes weights by TMA, which has ACROSS for whether as [K_i, N_i]."""
+    """The same for the weights of a launch that loads them by TMA; its ACROSS says whether as [K_i, N_i]."""
     config, across = launch.config, launch.args["ACROSS"]
     block = [config.block_k, config.block_n] if across else [config.block_n, config.block_k]
     describe(args, names, weights, block, across)
 
 
 def describe_operands(args: dict[str, Any], launch: Launch, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """The same of a launch with `local_operands`: its weights, and the x_i if those go by TMA too."""
+    """The same for a launch with `local_operands`: its weights, and the x_i if they are loaded by TMA too."""
     describe_weights(args, launch, weights, W_DESCRIPTORS)
     if launch.args["X_TMA"]:
         describe(args, X_DESCRIPTORS, xs, [launch.config.block_m, launch.config.block_k])
@@ -136,9 +135,9 @@ def group_operands(
 ) -> dict[str, Any]:
     """TMA, X_TMA and ACROSS of a kernel of ragged groups, see Note [Groups by TMA] in kernels/grouped_matmul.py.
 
-    xs          [R, K]      which no peer writes and no index picks; the others go by pointers
-    weights     [E, N, K]   one after another, or transposed one after another
-    transposed  whether the kernel takes those
+    xs          [R, K]      rows that no peer writes and no index selects; other rows are loaded by pointers
+    weights     [E, N, K]   stacked in memory, plain or transposed
+    transposed  whether the kernel supports transposed weights
     """
     whole = transposed and weights[0].shape[2] % config.block_k == 0
     by_tma = _stacks(config, weights)
@@ -156,10 +155,10 @@ def group_tiles(
     by_index: bool = False,
     transposed: bool = True,
 ) -> tuple[Config, dict[str, Any]]:
-    """The configuration as `of_vectors` has it, with tiles of fewer rows where that changes it; its `group_operands`.
+    """The configuration of `of_vectors`, with shorter tiles if that changes it; and its `group_operands`.
 
     read       rows [R, K] that the kernel multiplies
-    by_index   an index picks them, so that no TMA can
+    by_index   an index selects the rows, which rules out TMA
     """
     taken = group_operands(config, read, weights, transposed=transposed)
     rows = () if taken["X_TMA"] and not by_index else read
@@ -171,13 +170,13 @@ def group_tiles(
 
 
 def _stacks(config: Config, weights: Sequence[Tensor]) -> bool:
-    """Whether TMA takes each [E, N, K] as [E * N, K]."""
+    """Whether TMA can load each [E, N, K] as [E * N, K]."""
     follow = all(w.shape[0] == 1 or w.stride(0) == w.shape[1] * w.stride(1) for w in weights)
     return follow and takes_tma(config, *map(stacked, weights))
 
 
 def stacked(w: Tensor) -> Tensor:
-    """[E, N, K], where one expert's rows follow another's, as [E * N, K]."""
+    """View [E, N, K] as [E * N, K]; one expert's rows must follow another's."""
     e, n, k = w.shape
     return w.as_strided((e * n, k), (w.stride(1), w.stride(2)))
 
@@ -185,8 +184,8 @@ def stacked(w: Tensor) -> Tensor:
 def grouped_descriptors(
     config: Config, args: Mapping[str, Any], xs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The x_i and weights of a launch whose arguments have its kernel's part of `group_operands`: as they are, or their
-    descriptors where they go by TMA."""
+    """The x_i and weights of a launch, or their descriptors if TMA loads them. `args` has the launch's
+    `group_operands`."""
     if args.get("X_TMA"):
         xs = [described(x, [config.block_m, config.block_k]) for x in xs]
     if args.get("ACROSS"):
@@ -197,16 +196,16 @@ def grouped_descriptors(
 
 
 def takes_tma(config: Config, *matrices: Tensor) -> bool:
-    """Whether a fused kernel gets these by TMA. fp32, which it multiplies in full precision, does not go by it."""
+    """Whether a fused kernel loads these by TMA. It never does for fp32, which it multiplies in full precision."""
     if not config.tma or not 0 < len(matrices) <= MOST_DESCRIPTORS:
         return False
     return all(x.dtype != torch.float32 and describable(x) for x in matrices)
 
 
 def within_reach(config: Config, precision: str, matrices: Sequence[Tensor]) -> Config:
-    """The configuration as it is where TMA is not asked for or takes all of these operands, or else by pointers.
+    """Disable TMA in the configuration if any operand is unsupported.
 
-    fp32 in full precision is multiplied from registers, where TMA does not bring it.
+    fp32 in full precision is multiplied from registers, and TMA cannot load into registers.
     """
     precise = precision == "ieee" and matrices[0].dtype == torch.float32
     if config.tma and (precise or not all(map(describable, matrices))):
@@ -215,12 +214,12 @@ def within_reach(config: Config, precision: str, matrices: Sequence[Tensor]) -> 
 
 
 def of_vectors(config: Config, machine: Machine, *by_pointer: Tensor) -> Config:
-    """The configuration as it is where all of these operands can be loaded by vectors of 16 bytes; else with blocks of
-    K as short as the matrix units take.
+    """The configuration unchanged if all these operands can be loaded in vectors of 16 bytes; else with the shortest
+    block_k that tensor cores take.
 
-    Other rows are loaded element by element, and a thread holds an address for each of its elements of a block: those
-    of a longer one spill. (Local memory is not only slow. Where ranks share a GPU, the first kernel that needs more of
-    it than there is waits for all kernels that run, which may wait for it.)
+    Other rows are loaded element by element, and a thread holds an address for each of its elements of a block; with a
+    longer block they spill. (Local memory is not only slow. If ranks share a GPU, the first kernel that needs more of
+    it than is allocated waits for all running kernels, which may be waiting for it.)
     """
     if machine.clock == "host" or all(x.dtype == torch.float32 or _in_vectors(x) for x in by_pointer):
         return config
@@ -228,7 +227,7 @@ def of_vectors(config: Config, machine: Machine, *by_pointer: Tensor) -> Config:
 
 
 def _in_vectors(x: Tensor) -> bool:
-    """Whether the compiler can know that rows, or columns, of [.., M, K] begin and end at multiples of 16 bytes."""
+    """Whether the compiler can tell that rows, or columns, of [.., M, K] begin and end at multiples of 16 bytes."""
     for dim, other in ((-1, -2), (-2, -1)):
         if x.stride(dim) == 1:
             return x.shape[dim] % VECTOR == x.stride(other) % VECTOR == x.data_ptr() % 16 == 0
@@ -272,14 +271,14 @@ def local_config(
     weights: int = 1,
     keep: bool = False,
 ) -> Config:
-    """Tiles of a matmul of m rows by `weights` of n rows each, alone on the machine.
+    """Tiles of a matmul of m rows by `weights` weights of n rows each, alone on the machine.
 
     keep: their products are stored too.
 
-    Tiles are as wide as those of 16-bit operands, and as deep in bytes: tf32 has half as many k, fp8 twice as many.
-    The columns of several weights share a tile. Smaller are those that would spill, by what the lint shows: of fp8 on
-    sm_90, whose sums are held twice, of products that are kept, of what needs most in a partition of warps on sm_100,
-    and of two weights in tf32 on sm_80.
+    Tiles are as wide as for 16-bit operands, and as deep in bytes: tf32 has half as many k, fp8 twice as many. The
+    columns of several weights share a tile. Tiles that the lint shows to spill are smaller: for fp8 on sm_90, which
+    keeps sums twice; for products that are kept; for the largest users of a warp partition on sm_100; and for two
+    weights in tf32 on sm_80.
     """
     precise = dtype == torch.float32 and precision == "ieee"
     config = tiles(machine, torch.float32 if precise else torch.bfloat16, m, weights * n, n % VECTOR == 0)
@@ -289,7 +288,7 @@ def local_config(
         narrow = narrow or (specialized and (weights > 1 or dtype.itemsize != 2))
         low = weights > 1 and precision == "tf32" and 0 < machine.capability < 90
         limit = ALL_REGISTERS if narrow and machine.clock == "cuda" else config.max_registers
-        if specialized:  # a limit would be of all warps alike, which partitions are not
+        if specialized:  # a limit would apply to all warps, but partitions need different numbers
             limit = 0
         config = replace(
             config,
@@ -304,9 +303,9 @@ def local_config(
 
 
 def with_tile(default: Config, found: Mapping[str, int]) -> Config:
-    """The tile of a tuned entry, or the default where there is none.
+    """The tile of a tuned entry, or the default if there is none.
 
-    What the entry leaves open follows from its tile: by TMA if the default is, halves if it is wide.
+    Fields missing from the entry are derived: TMA from the default, halves from the width of the tile.
     """
     tile = tuned.tile(default, found)
     if found and "halves" not in found:
@@ -315,15 +314,15 @@ def with_tile(default: Config, found: Mapping[str, int]) -> Config:
 
 
 def fits(config: Config, x: Tensor, y: Tensor, machine: Machine) -> bool:
-    """Whether shared memory holds what TMA stores of a tile at once beside the operands of all stages."""
+    """Whether shared memory holds the part of a tile that TMA stores at once plus the operands of all stages."""
     operands = config.num_stages * (config.block_m + config.block_n) * config.block_k * x.element_size()
     stored = config.block_m * (config.block_n >> config.halves) * y.element_size()
     return machine.clock == "host" or operands + stored + BARRIER_BYTES <= machine.shared_bytes
 
 
 def even_depth(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Operands [T, K_i] and [N, K_i], padded with columns of zeros where rows are contiguous but not a multiple of 16
-    bytes long, as in a layer whose columns the ranks do not divide evenly. Layouts are kept. See `even_columns`.
+    """Operands [T, K_i] and [N, K_i], padded with columns of zeros if rows are contiguous but not a multiple of 16
+    bytes long, as in a layer with an uneven split of columns. Layouts are kept. See `even_columns`.
     """
     deep_xs, deep_weights = list(xs), list(weights)
     for i, (x, w) in enumerate(zip(xs, weights, strict=True)):
@@ -335,10 +334,10 @@ def even_depth(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[list[Te
 
 
 def even_columns(dy: Tensor) -> Tensor:
-    """dy [T, N], N a multiple of VECTOR: columns of zeros are appended where it is not.
+    """dy [T, N], padded with columns of zeros to a multiple of VECTOR.
 
-    Rows of another length go neither by TMA nor by asynchronous copies, so the matmul's loop would not be pipelined.
-    The copy is one pass over dy, of which the matmul reads each part several times.
+    Rows of another length can use neither TMA nor asynchronous copies, so the matmul's loop would not be pipelined.
+    The copy is one pass over dy; the matmul reads each part of dy several times.
     """
     missing = -dy.shape[1] % VECTOR
     return torch.nn.functional.pad(dy, (0, missing)) if missing else dy

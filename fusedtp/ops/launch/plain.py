@@ -1,7 +1,7 @@
-"""Launchers of the matmul of one device: what the fused kernels add their communication to.
+"""Launchers of the single-device matmul, the base of the fused kernels.
 
-Benchmarks hold the fused kernels against it. A layer of one device takes the vendor's matmul. On CPU tensors it runs
-under Triton's interpreter only.
+Benchmarks compare the fused kernels with it. A single-device layer uses the vendor's matmul instead. On CPU tensors it
+runs only under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .operands import (
 )
 from .run import DTYPES, check_tensors, require_triton
 
-Scales = tuple[Tensor | None, Tensor | None]  # of x's rows and of w's: fp32, [M, 1] and [N, 1], or one element each
+Scales = tuple[Tensor | None, Tensor | None]  # of x's and w's rows: fp32, [M, 1] and [N, 1], or one element each
 
 
 def matmul(
@@ -44,7 +44,7 @@ def matmul(
     x          [M, K]   fp32, fp16 or bf16, any strides
     weight     [N, K]   any strides
     bias       [N] or None
-    precision  of fp32 operands: "ieee" or "tf32"
+    precision  for fp32 operands: "ieee" or "tf32"
     return     [M, N]
     """
     check_tensors(x, [weight, bias])
@@ -64,13 +64,13 @@ def scaled_matmul(
 ) -> Tensor:
     """y = x_scale * w_scale * (x @ w.T) + bias of fp8 operands, summed in fp32 and rounded once.
 
-    x        [M, K]   float8_e4m3fn or, of a gradient, float8_e5m2 (on MI300 float8_e4m3fnuz)
+    x        [M, K]   float8_e4m3fn or, for a gradient, float8_e5m2 (on MI300 float8_e4m3fnuz)
     weight   [N, K]   likewise
-    x_scale  [M, 1], one of each row, or of one element; fp32, as w_scale
-    w_scale  [N, 1], or of one element
-    bias     [N] of `dtype`, or None
-    return   [M, N] of `dtype`: bfloat16, float16 or float32
-    Raises ValueError for a dtype, a shape or a device that does not fit, RuntimeError where Triton cannot run.
+    x_scale  [M, 1], one per row, or one element; fp32, as w_scale
+    w_scale  [N, 1], or one element
+    bias     [N] in `dtype`, or None
+    return   [M, N] in `dtype`: bfloat16, float16 or float32
+    Raises ValueError for a dtype, a shape or a device that does not fit, RuntimeError if Triton cannot run.
     """
     _check_fp8(x, weight, x_scale, w_scale, bias, dtype)
     machine, scales = machine_of(x.device), (x_scale, w_scale)
@@ -89,14 +89,14 @@ def plan_matmul(
     machine: Machine,
     scales: Scales = (None, None),
 ) -> tuple[Launch, Tensor]:
-    """The launch of a matmul, not yet run, and its output [M, N] of `dtype`."""
+    """The launch of a matmul, not yet run, and its output [M, N] in `dtype`."""
     from fusedtp.kernels.matmul import matmul_kernel
 
     m, n = x.shape[0], weight.shape[0]
     chosen = config is None
     if config is None:
         config = local_config(machine, x.dtype, precision, m, n)
-        if precision == "ieee" and x.dtype in DTYPES:  # what the table of this GPU has entries for
+        if precision == "ieee" and x.dtype in DTYPES:  # the tuned tables have entries for these only
             even = n % VECTOR == 0
             found = tuned.lookup("matmul", machine, x.dtype, rows=m, cols=n, k=x.shape[1], even=even)
             config = with_tile(config, found)
@@ -123,8 +123,8 @@ def plan_matmul(
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels multiply this kind of fp8 there: sm_89 and later and the interpreter e4m3fn and e5m2, gfx94
-    fnuz.
+    """Whether the kernels multiply this fp8 dtype on `device`: e4m3fn and e5m2 on sm_89 and later and in the
+    interpreter, fnuz on gfx94.
     """
     common = (torch.float8_e4m3fn, torch.float8_e5m2)
     if device.type != "cuda":
@@ -164,5 +164,5 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def scale_step(scale: Tensor | None) -> int:
-    """From one row's scale to the next one's."""
+    """The stride from one row's scale to the next."""
     return scale.stride(0) if scale is not None and scale.numel() > 1 else 0

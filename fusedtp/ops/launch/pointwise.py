@@ -1,7 +1,7 @@
 """Launchers of the elementwise kernels. Every tensor's last dim is contiguous; sizes may be zero.
 
 A layer repeats its launches in every step. `prepare_*` makes a launch without its tensors from their layouts, and the
-launch is kept by these. `plan_*` adds the tensors. For checks, it takes a `machine` that is not here.
+launch is cached by layouts. `plan_*` adds the tensors. For checks, it takes a `machine` that this host lacks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fusedtp.comm.launching import MOST_KEPT, Launch, layouts
 
 from .config import VECTOR, Config, Machine, machine_of, power_of_two
 
-WHOLE = 8192  # width of a row that one program holds in registers, with its weight's gradient
-WIDE_WARPS = 16  # of a program for a part of a wider one
-PROGRAMS = 2  # that walk over rows on a multiprocessor
-STAGES = 3  # of their loops, where rows can be copied asynchronously and shared memory has room
-ELEMENTS = 2048  # of a program that is free to choose
+WHOLE = 8192  # widest row that one program holds in registers, together with its weight's gradient
+WIDE_WARPS = 16  # of a program that holds a part of a wider row
+PROGRAMS = 2  # per SM that loop over rows
+STAGES = 3  # of their loops, if rows can be copied asynchronously and fit in shared memory
+ELEMENTS = 2048  # per program, if nothing else determines it
 
 Layouts = tuple[Any, ...]  # shape, strides, alignment and dtype of each tensor, or None; see `layouts`
 
@@ -49,7 +49,7 @@ class Planned(NamedTuple, Generic[Outs]):
 def _prepared(
     prepare: Callable[..., Launch], machine: Machine | None, device: torch.device, laid: Layouts, *how: Any
 ) -> Launch:
-    """The kept launch for tensors with these layouts on `device`, or a new one for `machine`."""
+    """The cached launch for tensors with these layouts on `device`, or a new one for `machine`."""
     return _kept(prepare, device, laid, *how) if machine is None else prepare(machine, laid, *how)
 
 
@@ -96,7 +96,7 @@ def prepare_rms_norm(machine: Machine, laid: Layouts, eps: float) -> Launch:
 def rms_norm_backward(
     dy: Tensor, dtotal: Tensor | None, h: Tensor, weight: Tensor, inverse_rms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """-> the gradient of x (and of the residual) [T, H], of weight [H] in fp32. Bitwise repeatable on one machine."""
+    """-> the gradients of x (and the residual) [T, H] and of weight [H] in fp32. Bitwise deterministic per machine."""
     dx, parts = plan_rms_norm_backward(dy, dtotal, h, weight, inverse_rms).start(h.device)
     return dx, parts.sum(0)
 
@@ -109,7 +109,7 @@ def plan_rms_norm_backward(
     inverse_rms: Tensor,
     machine: Machine | None = None,
 ) -> Planned[tuple[Tensor, Tensor]]:
-    """rms_norm_backward, not yet run; it fills dx, and each program's part of dweight [programs, H]."""
+    """rms_norm_backward, not yet run; its outputs are dx and each program's part of dweight [programs, H]."""
     laid = layouts(dy, dtotal, h, weight, inverse_rms)
     launch = _prepared(prepare_rms_norm_backward, machine, h.device, laid)
     programs = max(1, launch.programs // launch.args.get("COLUMNS", 1))
@@ -139,7 +139,7 @@ def prepare_rms_norm_backward(machine: Machine, laid: Layouts) -> Launch:
     even = all(n % VECTOR == 0 for n in (width, *steps))
     stages = STAGES if even and PROGRAMS * ahead <= machine.shared_bytes else 1
     args |= dict(ROWS=height, STAGES=stages)
-    side = max(1, min(PROGRAMS, 16 // warps))  # more warps have too few registers each
+    side = max(1, min(PROGRAMS, 16 // warps))  # with more warps per SM, each has too few registers
     return _launch(rms_norm_backward_kernel, programs if width else 0, args, warps, machine, side)
 
 
@@ -153,7 +153,7 @@ def _step(laid: Any) -> int:
 
 
 def swiglu(gate: Tensor, up: Tensor, act: str) -> Tensor:
-    """act(gate) * up; both contiguous, of one shape. act: "silu", "gelu" or "gelu_pytorch_tanh"."""
+    """act(gate) * up; both contiguous, with the same shape. act: "silu", "gelu" or "gelu_pytorch_tanh"."""
     return plan_swiglu(gate, up, act).start(gate.device)
 
 
@@ -237,7 +237,7 @@ def prepare_rotate(machine: Machine, laid: Layouts, sign: int) -> Launch:
     return _launch(rope_kernel, batch * length, args)
 
 
-# -- what they share -------------------------------------------------------------------------------------------------
+# -- shared ----------------------------------------------------------------------------------------------------------
 
 
 def _launch(
@@ -248,23 +248,23 @@ def _launch(
     machine: Machine | None = None,
     side: int = 1,
 ) -> Launch:
-    """On a `machine` that is CUDA's, a thread gets all the registers there are for `side` programs side by side."""
+    """On a CUDA `machine`, a thread may use all registers that `side` programs on one SM leave it."""
     limited = machine is not None and machine.clock == "cuda"
     registers = min(255, 65536 // (32 * warps * side)) if limited else 0
     return Launch(kernel, programs, args, Config(0, 0, 0, num_warps=warps, max_registers=registers))
 
 
 def _row_blocks(width: int) -> tuple[int, int, int]:
-    """(columns, rows, warps) of a program: whole rows, 16 elements a thread as long as a program may have so many."""
+    """(columns, rows, warps) of a program: whole rows, with 16 elements per thread within the limits on warps."""
     block = power_of_two(width)
     height = max(1, ELEMENTS // block)
     return block, height, max(1, min(16, block * height // 512))
 
 
 def _wide_block(width: int, *strides: int) -> int:
-    """The fewest parts of at most WHOLE columns, and those about equal: 8193 columns would be 8192 and 1.
+    """The fewest parts of at most WHOLE columns, about equal in size: 8193 columns must not become 8192 and 1.
 
-    Half of that where a thread loads element by element: it then holds an address for each, and they spill.
+    At most half of WHOLE if a thread loads element by element: it holds an address for each, and more would spill.
     """
     most = WHOLE if all(n % VECTOR == 0 for n in (width, *strides)) else WHOLE // 2
     parts = -(-width // most)

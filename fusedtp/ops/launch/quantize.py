@@ -1,4 +1,4 @@
-"""Launchers of the kernels that make fp8 of a matrix. Any strides; sizes may be zero."""
+"""Launchers of the kernels that quantize a matrix to fp8. Any strides; sizes may be zero."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fusedtp.comm.launching import Launch
 from .config import Config, Machine, machine_of, power_of_two
 
 LARGEST = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}  # the largest value is 0.875 * 2**this
-SCALE_BYTES = 16  # of a packed row, one scale again and again: as in kernels/all_gather_matmul.py
+SCALE_BYTES = 16  # at the end of a packed row, one scale repeated: as in kernels/all_gather_matmul.py
 SCALES = SCALE_BYTES // 4
-HELD = 8192  # elements of a row that one program holds
-ELEMENTS = 4096  # of a program that holds several rows, or of a part of a longer row
-SQUARE = 64  # a tile's side where the rows of x are not contiguous
-BLOCK = 128  # columns of a scale of rows to experts
-PARTS = (4, 8)  # rows and blocks of a program for these
-PROGRAMS = 4  # that look for the largest magnitude on a multiprocessor
+HELD = 8192  # longest row that one program holds, in elements
+ELEMENTS = 4096  # per program, for several rows or a part of a longer row
+SQUARE = 64  # side of a tile if the rows of x are not contiguous
+BLOCK = 128  # columns per scale, for rows sent to experts
+PARTS = (4, 8)  # rows and blocks per program, for rows sent to experts
+PROGRAMS = 4  # per SM that search for the largest magnitude
 
 
 def packed_rows(x: Tensor, kind: torch.dtype, filled: int) -> Tensor:
-    """x [M, K] -> uint8 [M, filled + 16]: fp8 of each row, zeros from K on, and the row's scale, SCALES times."""
+    """x [M, K] -> uint8 [M, filled + 16]: each row in fp8, zeros from K on, and the row's scale, SCALES times."""
     packed = x.new_empty(x.shape[0], filled + SCALE_BYTES, dtype=torch.uint8)
     plan_quantize(x, None, packed.view(kind)[:, :filled], packed[:, filled:].view(torch.float32)).start(x.device)
     return packed
@@ -37,7 +37,7 @@ def values(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def plan_quantize(x: Tensor, given: Tensor | None, made: Tensor, scales: Tensor | None) -> Launch:
-    """The launch that fills `made` and, where no scale is given, `scales` [M, SCALES], not yet run."""
+    """The launch that fills `made` and, if no scale is given, `scales` [M, SCALES], not yet run."""
     from fusedtp.kernels.quantize import quantize_kernel
 
     m, filled = made.shape
@@ -64,7 +64,7 @@ def plan_quantize(x: Tensor, given: Tensor | None, made: Tensor, scales: Tensor 
 
 
 def packed_blocks(x: Tensor) -> Tensor:
-    """x [T, K], K a multiple of 4 -> uint8 [T, K + 4 ceil(K / BLOCK)]: e4m3 of each row, and scales of its blocks."""
+    """x [T, K], K a multiple of 4 -> uint8 [T, K + 4 ceil(K / BLOCK)]: each row in e4m3, then its blocks' scales."""
     k = x.shape[1]
     packed = x.new_empty(x.shape[0], k + 4 * -(-k // BLOCK), dtype=torch.uint8)
     plan_pack(x, packed).start(x.device)
@@ -80,7 +80,7 @@ def plan_pack(x: Tensor, packed: Tensor) -> Launch:
 
 
 def unpacked_blocks(packed: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    """What `packed_blocks` made, contiguous -> [T, k]."""
+    """The contiguous output of `packed_blocks` -> [T, k]."""
     launch, y = plan_unpack(packed, k, dtype)
     launch.start(packed.device)
     return y
@@ -108,14 +108,14 @@ def _parts(rows: int, k: int) -> int:
 
 
 def largest(x: Tensor) -> Tensor:
-    """The largest finite magnitude of x [M, K], fp32 [1, 1]; 0 where there is none."""
+    """The largest finite magnitude of x [M, K], fp32 [1, 1]; 0 if there is none."""
     launch, parts = plan_largest(x, machine_of(x.device))
     launch.start(x.device)
     return parts.amax().view(1, 1)
 
 
 def plan_largest(x: Tensor, machine: Machine) -> tuple[Launch, Tensor]:
-    """The launch, not yet run, and what each of its programs finds."""
+    """The launch, not yet run, and the result of each of its programs."""
     from fusedtp.kernels.quantize import largest_kernel
 
     m, k = x.shape

@@ -1,6 +1,6 @@
-"""What is checked before a launch: tensors, room, and whether Triton can run here.
+"""Checks before a launch: tensors, slot bytes, and whether Triton can run here.
 
-Everything that imports triton is imported inside a function: `import fusedtp` works without it.
+Modules that import triton are imported inside functions, so that `import fusedtp` works without it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from .config import Machine, machine_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MOST = 2**31 - 2**16  # rows or columns: kernels number them by 32 bits, a tile past the end; addresses have 64
+MOST = 2**31 - 2**16  # rows or columns: kernels index them with 32 bits, up to a tile past the end; addresses have 64
 
 
 def of_one_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers with the same strides, as kernels want them of two; copied where they differ."""
+    """The tensors with equal strides, as kernels with two operands require; copied if strides differ."""
     if len({t.stride() for t in tensors}) == 1:
         return list(tensors)
     return [t.contiguous() for t in tensors]
@@ -36,7 +36,7 @@ def check(
     rows: int = 0,
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> None:
-    """What a user can get wrong raises; what the caller promised is asserted. rows: of all ranks, if x has its own."""
+    """Raise on user errors; assert the caller's invariants. rows: of all ranks, if x has only this rank's."""
     check_tensors(x, others, rows, dtypes)
     assert view.slot_bytes % 16 == 0 and nbytes <= view.slot_bytes, (nbytes, view.slot_bytes)
 
@@ -44,7 +44,7 @@ def check(
 def check_tensors(
     x: Tensor, others: Sequence[Tensor | None], rows: int = 0, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> None:
-    """Raises where these tensors cannot be computed with here."""
+    """Raises if the kernels cannot run with these tensors here."""
     require_triton(x.device)
     longest = max(rows, *(n for t in (x, *others) if t is not None for n in t.shape))
     if longest > MOST:
@@ -57,7 +57,7 @@ def check_tensors(
 
 
 def require_triton(device: torch.device) -> None:
-    """Raise RuntimeError that says what to do where the kernels cannot run on `device`."""
+    """Raise RuntimeError with instructions if the kernels cannot run on `device`."""
     try:
         from fusedtp.kernels.tiles import INTERPRETED
     except ImportError as error:

@@ -1,22 +1,22 @@
-"""Which configuration was fastest on this kind of GPU: looked up in a table, never searched for in a call.
+"""Tuned configurations: the fastest ones on this kind of GPU, looked up in a table, never searched at run time.
 
-An entry belongs to a kernel, a dtype and a shape class: every extent rounded up to a power of two (rows beyond 32768,
-which fill any GPU, count as 32768), and exactly: the world size, how many programs run at once (a GPU's
-multiprocessors, or a rank's part of them), and whether VECTOR divides the rows of the output.
+An entry belongs to a kernel, a dtype and a shape class. Extents are rounded up to a power of two (rows beyond 32768,
+which fill any GPU, count as 32768). Other parts of the class are exact: the world size, how many programs run at once
+(a GPU's SMs, or a rank's part of them), and whether VECTOR divides the rows of the output.
 
-Note [What a class may hold]: ranks must agree on how a tensor that travels is cut, and a rank knows its own N_i or K_r
-only, which may differ. So what must agree stands in entries whose class has no extent but those that all ranks share:
+Note [What a class may hold]: ranks must agree on how an exchanged tensor is split, but a rank knows only its own N_i or
+K_r, which may differ. So values on which ranks must agree belong to entries whose class has only shared extents:
 
     kernel                  class                                  sets
     matmul                  rows M, cols N, k K                    tile, tma, specialized, halves
-    all_gather_matmul       rows T, cols N of this rank, k K       tile: each rank cuts its own output as it likes; tma
+    all_gather_matmul       rows T, cols N of this rank, k K       tile, tma: each rank may tile its own output freely
     all_gather_wgrad        rows N of this rank, cols K, k T       tile, tma
-    all_gather              rows of the longest shard, k K         chunk, how many programs send; where some do
-    matmul_reduce_scatter   rows of the longest shard, cols N      tile, tma, chunk, programs: the owner sums by the
-    one_shot, two_shot      rows a rank sums, cols N               senders' tiles; K_r is not asked for
+    all_gather              rows of the longest shard, k K         chunk, number of sending programs, if programs send
+    matmul_reduce_scatter   rows of the longest shard, cols N      tile, tma, chunk, programs: the owner sums in the
+    one_shot, two_shot      rows a rank sums, cols N               senders' tiles, not K_r; one_shot has no chunk
     few_rows                rows T, cols N                         likewise; a tile has at least T rows
 
-A missing entry means the default of config.py. `report()` lists what was looked up and found; the first miss warns.
+A missing entry means the default of config.py. `report()` lists lookups and their results; the first miss warns.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ LIMITS = {  # least, most, a power of two
     "send_programs": (1, 4096, False),
 }
 EXACT = ("even", "world", "programs")
-REGISTERS = 1 << 16  # of a multiprocessor
+REGISTERS = 1 << 16  # per SM
 
 
 class Kernel(NamedTuple):
-    """What the class of a kernel's entries is made of, and which fields they set."""
+    """The axes of a kernel's shape classes, and the fields that its entries set."""
 
     axes: tuple[str, ...]
     sets: tuple[str, ...]
@@ -80,13 +80,13 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def key_of(entry: dict[str, Any]) -> tuple[str, str, tuple[int, ...]]:
-    """What an entry of a table is for."""
+    """The key of a table's entry: (kernel, dtype, class)."""
     axes = KERNELS[entry["kernel"]].axes
     return entry["kernel"], entry["dtype"], tuple(entry["class"][axis] for axis in axes)
 
 
 def faults(entry: dict[str, Any], machine: Machine) -> Faults:
-    """What is wrong with one entry {"kernel", "dtype", "class", "config"} of a table of this kind of machine."""
+    """The faults of one entry {"kernel", "dtype", "class", "config"} in a table for this kind of machine."""
     if not (isinstance(entry.get("kernel"), str) and entry["kernel"] in KERNELS):
         return [f"field 'kernel' is {entry.get('kernel')!r}; known are {', '.join(KERNELS)}"]
     kernel, found = KERNELS[entry["kernel"]], []
@@ -111,7 +111,7 @@ def faults(entry: dict[str, Any], machine: Machine) -> Faults:
 
 
 def config_faults(kernel: Kernel, values: Mapping[str, Any], dtype: str, machine: Machine) -> Faults:
-    """What makes values impossible for a kernel on this machine. Bytes and registers are lower bounds."""
+    """Reasons why a kernel cannot run with these values on this machine. Bytes and registers are lower bounds."""
     found = [f"{name} is no field of this kernel" for name in values if name not in kernel.sets]
     found += [f"{name} is missing" for name in NEEDED if name in kernel.sets and name not in values]
     for name in kernel.sets:
@@ -137,7 +137,7 @@ def config_faults(kernel: Kernel, values: Mapping[str, Any], dtype: str, machine
 
 
 def _switch_faults(values: Mapping[str, Any], dtype: str, machine: Machine) -> Faults:
-    """What is switched on that this machine, or this dtype, has not."""
+    """Switches that are on but unsupported by this machine or dtype."""
     found = []
     if values.get("tma") and (machine.capability < 90 or dtype == "float32"):
         found.append(f"tma needs sm_90 or later and 16 bits; this is sm_{machine.capability}, {dtype}")
@@ -152,13 +152,13 @@ def _switch_faults(values: Mapping[str, Any], dtype: str, machine: Machine) -> F
 assert set(LIMITS) <= {field.name for field in fields(Config)}
 
 
-# -- looking one up ---------------------------------------------------------------------------------------------------
+# -- lookup -----------------------------------------------------------------------------------------------------------
 
 MOST_ROWS = 1 << 15
 NOTHING: Mapping[str, int] = {}
 
-_seen: dict[tuple[str, str, tuple[int, ...]], str] = {}  # (kernel, dtype, class) -> where its values are from
-_told: list[str] = []  # the first default that was taken, which is warned of
+_seen: dict[tuple[str, str, tuple[int, ...]], str] = {}  # (kernel, dtype, class) -> the source of its values
+_told: list[str] = []  # the first default that was used; a warning names it
 _tried: dict[str, Mapping[str, int]] = {}
 _remembered: list[Callable[[], None]] = []
 
@@ -178,7 +178,7 @@ def shape_class(kernel: str, machine: Machine, **extents: int) -> tuple[int, ...
 
 
 def lookup(kernel: str, machine: Machine, dtype: torch.dtype, **extents: int) -> Mapping[str, int]:
-    """Fields of Config that the table of this GPU sets for this call; empty where it has none. Never raises."""
+    """Fields of Config that this GPU's table sets for this call; empty if it has no entry. Never raises."""
     tried = _tried.get(kernel) if _tried else None
     return tried if tried is not None else _lookup(kernel, machine, dtype, **extents)
 
@@ -186,7 +186,8 @@ def lookup(kernel: str, machine: Machine, dtype: torch.dtype, **extents: int) ->
 def tile(default: Config, found: Mapping[str, int]) -> Config:
     """The tile that an entry sets, or the default.
 
-    What an entry does not name is as in `Config` itself, but TMA, which is the machine's matter: as in the default.
+    Fields missing from an entry take the defaults of `Config`, except TMA, which depends on the machine: it is taken
+    from `default`.
     """
     if not found:
         return default
@@ -195,12 +196,12 @@ def tile(default: Config, found: Mapping[str, int]) -> Config:
 
 
 def chunk(found: Mapping[str, int], default: int, least: int) -> int:
-    """What a flag covers, and no less than the flags that there are demand."""
+    """What a flag covers: at least `least`, so that the available flags suffice."""
     return max(1, found.get("chunk", default), least)
 
 
 def gather_split(found: Mapping[str, int], machine: Machine, default: tuple[int, int]) -> tuple[int, int]:
-    """(senders, others). On a GPU that ranks share the default, by which all programs of a rank fit its part."""
+    """(senders, others). If ranks share a GPU, the default, with which a rank's programs fit in its part of the GPU."""
     if machine.shared_gpu or "send_programs" not in found:
         return default
     senders = min(found["send_programs"], max(1, machine.programs - 1))
@@ -208,13 +209,13 @@ def gather_split(found: Mapping[str, int], machine: Machine, default: tuple[int,
 
 
 def programs(found: Mapping[str, int], machine: Machine) -> int:
-    """Of a kernel whose programs are all alike; where ranks share a GPU, so many as fit this rank's part."""
+    """Programs of a kernel that has no separate senders; if ranks share a GPU, as many as fit in this rank's part."""
     return machine.programs if machine.shared_gpu else found.get("send_programs", machine.programs)
 
 
 @lru_cache(4096)
 def _lookup(kernel: str, machine: Machine, dtype: torch.dtype, **extents: int) -> Mapping[str, int]:
-    if not machine.name:  # a GPU that is not here: the compiler's and the simulator's
+    if not machine.name:  # a GPU that this host lacks: a target of the compiler or the simulator
         return NOTHING
     name = str(dtype).removeprefix("torch.")
     key = kernel, name, shape_class(kernel, machine, **extents)
@@ -230,7 +231,7 @@ def _lookup(kernel: str, machine: Machine, dtype: torch.dtype, **extents: int) -
 
 
 def _miss(machine: Machine, found: Mapping[str, int], where: str, key: tuple[str, str, tuple[int, ...]]) -> None:
-    """Say once that a default is used; the interpreter has no speed to lose."""
+    """Warn once that a default is used; not under the interpreter, where speed does not matter."""
     if found or machine.clock == "host" or _told:
         return
     _told.append(where)
@@ -246,12 +247,12 @@ def described(kernel: str, dtype: str, at: tuple[int, ...]) -> str:
 
 
 def report() -> list[str]:
-    """What this process has looked up, a line each, and where its values are from."""
+    """This process's lookups and the source of their values, one per line."""
     return [f"{described(*key)}: {where}" for key, where in sorted(_seen.items())]
 
 
 def summary() -> str:
-    """One line on what this process has looked up; "" where it launched nothing."""
+    """One line about this process's lookups; "" if there were none."""
     if not _seen:
         return ""
     default = sum(where.startswith("default") for where in tuple(_seen.values()))
@@ -260,7 +261,7 @@ def summary() -> str:
 
 
 def digest(machine: Machine) -> int:
-    """Of the table in use, 0 of none: what the signature of a fused call carries."""
+    """Digest of the table in use for the signature of a fused call; 0 without a table."""
     if _tried or not machine.name:
         return 0
     table = _table(machine)[0]
@@ -268,16 +269,16 @@ def digest(machine: Machine) -> int:
 
 
 def remembered(function: Callable[..., Config]) -> Callable[..., Config]:
-    """A function of values that launches are cut by, with what it gave until tables or held values change."""
+    """Cache a function that chooses a configuration, until tables or held values change."""
     kept = lru_cache(4096)(function)
     _remembered.append(kept.cache_clear)
     return kept
 
 
 def hold(kernel: str, values: Mapping[str, int] | None) -> None:
-    """From now on launch this kernel with these values ({}: the default), whatever a table says; None: no longer.
+    """From now on launch this kernel with these values ({}: the default), overriding tables; None: stop doing so.
 
-    For a tuner: all ranks do so alike, between calls.
+    For a tuner. All ranks must do this in the same way, between calls.
     """
     _forget_remembered()
     if values is None:
@@ -288,7 +289,7 @@ def hold(kernel: str, values: Mapping[str, int] | None) -> None:
 
 
 def forget() -> None:
-    """Read tables anew at the next call."""
+    """Reload tables at the next call."""
     measured.forget()
     _forget_remembered()
     _table.cache_clear()
@@ -307,7 +308,7 @@ def _forget_remembered() -> None:
 
 @cache
 def table_name() -> str:
-    """The name of the table of configurations: another compiler may need more shared memory than the GPU has."""
+    """The table's name, one per Triton version: another compiler may need more shared memory than the GPU has."""
     import triton
 
     return f"triton-{'.'.join(triton.__version__.split('.')[:2])}"
@@ -323,7 +324,7 @@ def _table(machine: Machine) -> tuple[Table | None, Entries]:
 
 @cache
 def _read(name: str, clock: str, shared_bytes: int, capability: int) -> tuple[Table | None, Entries]:
-    """Once for a GPU, however many ranks share it."""
+    """Read the table once per GPU, however many ranks share it."""
     machine = Machine(clock, 0, shared_bytes, name=name, capability=capability)
     table = measured.read(table_name(), name, lambda entry: faults(entry, machine))
     return table, {} if table is None else {key_of(entry): entry["config"] for entry in table.entries}

@@ -1,4 +1,4 @@
-"""Mixture of experts: rows to their experts, through their matmuls, and back."""
+"""Mixture of experts: send rows to their experts, run the experts' matmuls, and bring the outputs back."""
 
 from .combine import moe_combine, moe_matmul_combine
 from .dispatch import moe_dispatch, moe_dispatch_gated, moe_dispatch_matmul

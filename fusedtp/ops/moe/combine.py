@@ -1,19 +1,19 @@
-"""Outputs of a mixture of experts back to their tokens, and each token's sum: by itself, or with the last matmul.
+"""Return the outputs of a mixture of experts to their tokens and sum them, alone or fused with the last matmul.
 
     moe_combine           y [max_rows, N]  ->  out [T_r, N] = sum over a token's choices of weight * y[row]
     moe_matmul_combine    h [max_rows, K]  ->  out [T_r, N], the same of y = h @ w_e.T
 
 rank r, chunked     rows of expert 0 to their tokens' ranks | of expert 1 | ... | publish | wait for all | sum
-rank r, triton      some programs push rows; all wait for all of them and sum (kernels/moe_exchange.py)
-rank r, triton,     tiles are stored where their rows belong as they get done; columns are cut into parts, and sums of
-with the matmul     the first begin while later ones are multiplied (kernels/moe_matmul_combine.py)
+rank r, triton      some programs push rows; then all wait for all rows and sum (kernels/moe_exchange.py)
+rank r, triton,     store finished tiles at their rows' destinations; columns are split into parts, and the first part
+with the matmul     is summed while later ones are multiplied (kernels/moe_matmul_combine.py)
 
-Sums are in the order of a token's choices, in fp32 (fp64 of fp64), rounded once.
+Sums are in the order of a token's choices, in fp32 (fp64 for fp64), rounded once.
 
 dgrad    dy = weight * moe_dispatch(dout); with the matmul dh = weight * moe_dispatch_matmul(dout, w_e.T), in one call
-weights  the inner products of those rows, before they are weighed, with y or h, brought back choice by choice
-wgrad    dw_e = (rows of dout).T @ (weight * h), local: the weight is a factor of h, whose rows are the shorter ones
-saved    the plan and y; with the matmul h and w, and no product
+weights  the inner products of those rows, before weighting, with y or h, sent back choice by choice
+wgrad    dw_e = (rows of dout).T @ (weight * h), local: the weight multiplies h because its rows are shorter
+saved    the plan and y; with the matmul, h and w but no product
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ from .plan import (
 )
 
 NARROW = 128  # columns
-PARTS = 4  # of the columns, where there are so many tiles
+PARTS = 4  # into which columns are split, if there are that many tiles
 
 
 def moe_combine(y: Tensor, handle: MoEHandle) -> Tensor:
-    """Bring the experts' outputs back and add up each token's.
+    """Bring the experts' outputs back and sum them per token.
 
         y        [max_rows, N]  in the order of the dispatched rows; rows past offsets[-1] are never read
         handle                  of the dispatch
         return   [T_r, N]       sum over a token's choices of weight * y, in their order, in fp32, rounded once
 
     Dropped choices add nothing. Gradients reach y and the weights.
-    Raises ValueError for a y of another number of rows.
+    Raises ValueError if y has another number of rows.
     """
     at = handle.at
     with propagate_errors(place(at.group)):
@@ -86,7 +86,7 @@ def moe_combine(y: Tensor, handle: MoEHandle) -> Tensor:
 def combine_rows(
     y: Tensor, weights: Tensor | None, row_weights: Tensor | None, plan: RoutingPlan, at: Exchange
 ) -> Tensor:
-    """y [max_rows, N] -> [T_r, N], weights [T_r, k] or None for ones; with gradients of both."""
+    """y [max_rows, N] -> [T_r, N], weights [T_r, k] or None for ones; differentiable in both."""
     if needs_grad(y, weights):
         out: Tensor = _Combine.apply(at, y, weights, row_weights, *plan)
     else:
@@ -116,7 +116,7 @@ class _Combine(Function):
 
 
 def _of_choices(scalars: Tensor, dtype: torch.dtype, plan: Sequence[Tensor], at: Exchange) -> Tensor:
-    """scalars [max_rows] of the rows -> [T_r, k] of the choices, zero of dropped ones."""
+    """scalars [max_rows] of the rows -> [T_r, k] of the choices; zero for dropped choices."""
     each = op(at.spec, scalars[:, None], None, True, *plan, at.max_rows)
     return each.view(at.tokens, at.top_k).to(dtype)
 
@@ -125,16 +125,16 @@ def _of_choices(scalars: Tensor, dtype: torch.dtype, plan: Sequence[Tensor], at:
 
 
 def moe_matmul_combine(h: Tensor, experts: Tensor, handle: MoEHandle) -> Tensor:
-    """moe_combine(grouped_matmul(h, experts, handle.offsets), handle) in one call; where kernels run, by one of them.
+    """moe_combine(grouped_matmul(h, experts, handle.offsets), handle) in one call; a single kernel where kernels run.
 
         h        [max_rows, K]  in the order of the dispatched rows; rows past handle.offsets[-1] are never read
         experts  [E / W, N, K]  of this rank
-        handle                  of the dispatch, whose engine runs
-        return   [T_r, N]       the same bits as of the two operations
+        handle                  of the dispatch; its engine runs
+        return   [T_r, N]       bitwise equal to the result of the two operations
 
-    Gradients differ from those of the two operations by a rounding: a choice's weight is applied after the matmul of
-    dgrad, not before, and in that of wgrad to h. In fp16 the two operations stay apart: there gradients may leave the
-    range before they are weighed.
+    Gradients differ from those of the two operations by one rounding: dgrad applies a choice's weight after the matmul,
+    not before, and wgrad applies it to h. In fp16 the two operations are not fused: gradients may overflow before they
+    are weighted.
 
     Raises ValueError as grouped_matmul and moe_combine do.
     """
@@ -210,11 +210,11 @@ class _MatmulCombine(Function):
         return None, None, dh if need_h else None, dexperts, dweights, None, None, None, None, None
 
 
-# -- sums over choices, and weights of rows ----------------------------------------------------------------------------
+# -- sums over choices, and weighting of rows --------------------------------------------------------------------------
 
 
 def _known(rows: Tensor, offsets: Tensor | None) -> slice:
-    """Which of the rows are worth computing with: on a CPU, where looking costs no wait, those that came."""
+    """The rows to compute with: on CPU, where reading offsets needs no wait, those that arrived; else all."""
     looks = offsets is not None and not offsets.is_cuda and not torch.compiler.is_compiling()
     return slice(0, int(offsets[-1]) if looks and offsets is not None else rows.shape[0])
 
@@ -222,9 +222,9 @@ def _known(rows: Tensor, offsets: Tensor | None) -> slice:
 def weigh_rows(
     rows: Tensor, weights: Tensor | None, others: Tensor | None, offsets: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """(rows [R, N] times weights [R], the inner products [R] of rows and others [R, N] before that), in fp32 (fp64).
+    """(rows [R, N] * weights [R], inner products [R] of the unweighted rows and others [R, N]), in fp32 (fp64).
 
-    weights None: ones; others None: no products. rows may be changed in place.
+    weights None: ones; others None: no products. rows may be modified in place.
     """
     wide = accumulator(rows.dtype)
     if torch.compiler.is_compiling():
@@ -237,7 +237,7 @@ def weigh_rows(
         part = here[some]
         if dots is None or others is None:
             if of_rows is not None:
-                part.mul_(of_rows[some])  # the product of both dtypes is made in the wider one
+                part.mul_(of_rows[some])  # torch multiplies in the wider of the two dtypes
             continue
         mine = part.to(wide)
         torch.sum(mine * others[known][some].to(wide), 1, out=dots[known][some])
@@ -261,7 +261,7 @@ def weighed_rows(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 def weighted_sum(parts: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
-    """parts [T * k, N], places [T, k] of each choice in it, weights [T, k] or None: ones -> [T, N] of parts' dtype."""
+    """parts [T * k, N], the row of each choice places [T, k], weights [T, k] (None: ones) -> [T, N] in parts' dtype."""
     wide = accumulator(parts.dtype)
     if weights is None and places.shape[1] == 1:
         return parts.index_select(0, places[:, 0])
@@ -270,7 +270,7 @@ def weighted_sum(parts: Tensor, places: Tensor, weights: Tensor | None) -> Tenso
     if not out.numel():
         return out
     if parts.device.type == "cpu" and parts.dtype == torch.float32:
-        # one pass, begun at zero; a product may go into its sum unrounded
+        # one pass that starts from zero; a product may be added without rounding (FMA)
         return F.embedding_bag(places, parts, per_sample_weights=weights, mode="sum")
     for some in cache_blocks(out.shape[0], out.shape[1], wide, parts.device):
         _sum_into(out[some], parts, places[some], None if weights is None else weights[some])
@@ -279,7 +279,7 @@ def weighted_sum(parts: Tensor, places: Tensor, weights: Tensor | None) -> Tenso
 
 def _sum_into(out: Tensor, parts: Tensor, places: Tensor, weights: Tensor | None) -> None:
     """out [n, N] = sum_j weights[:, j] * parts[places[:, j]], j ascending; weights in the accumulator's dtype."""
-    if weights is None and places.shape[1] == 2:  # torch adds two of 16 bits in fp32 and rounds once
+    if weights is None and places.shape[1] == 2:  # torch adds two 16-bit numbers in fp32 and rounds once
         first, second = (parts.index_select(0, at) for at in places.unbind(1))
         torch.add(first, second, out=out)
         return
@@ -301,7 +301,7 @@ def _sum_into(out: Tensor, parts: Tensor, places: Tensor, weights: Tensor | None
 
 
 def local(call: Call, y: Tensor, places: Tensor, weights: Tensor | None, plan: RoutingPlan, at: Exchange) -> Tensor:
-    """All experts are here. Nothing waits for the device."""
+    """All experts are here. The host never waits for the device."""
     choices = torch.arange(at.tokens * at.top_k, device=y.device)[:, None]
     parts = F.pad(y, (0, 0, 0, choices.shape[0] - at.max_rows))
     return weighted_sum(torch.where(choices < plan.table.sum(), parts, 0), places, weights)
@@ -310,7 +310,7 @@ def local(call: Call, y: Tensor, places: Tensor, weights: Tensor | None, plan: R
 def collective(
     call: Call, y: Tensor, places: Tensor, weights: Tensor | None, plan: RoutingPlan, at: Exchange
 ) -> Tensor:
-    """The process group's all_to_all, see that of the dispatch; then the sums."""
+    """The process group's all_to_all, as in the dispatch; then the sums."""
     blocks, width = Blocks(plan.table, at), y.shape[1]
     back, received = blocks.lengths[at.rank], blocks.received
     payload = y.new_empty(sum(received), width)
@@ -326,7 +326,7 @@ def collective(
 
 
 def chunked(call: Call, y: Tensor, places: Tensor, weights: Tensor | None, plan: RoutingPlan, at: Exchange) -> Tensor:
-    """On CPU: every owner writes rows where their tokens' ranks sum them."""
+    """On CPU: every owner writes its rows into the slots of their tokens' ranks, which sum them."""
     return _pushed(call, y.new_empty(0, y.shape[1]), [(0, y)], places, weights, plan, at)
 
 
@@ -339,9 +339,9 @@ def _pushed(
     plan: RoutingPlan,
     at: Exchange,
 ) -> Tensor:
-    """The sums, [T, N] like `nothing` [0, N]. `made` are this rank's rows, whole experts at a time, and their begin.
+    """The sums, [T, N] like `nothing` [0, N]. `made` yields (first row, rows) of this rank, whole experts at a time.
 
-    An expert's product goes where it belongs as long as it is in the core's cache.
+    An expert's product is sent to its destination while it is still in the core's cache.
     """
     blocks, width = Blocks(plan.table, at), nothing.shape[1]
     blocks.check_room(at)
@@ -415,7 +415,7 @@ def chunked_matmul(
     call: Call, hs: Sequence[Tensor], experts: Sequence[Tensor], offsets: Tensor, weights: Tensor | None,
     table: Tensor, orders: Tensor, index: Tensor, max_rows: int,
 ) -> Tensor:  # fmt: skip
-    """Expert by expert, each product straight into the memory of its tokens' ranks."""
+    """Expert by expert: write each product directly into the memory of its tokens' ranks."""
     at, plan = Exchange.of(call.spec, max_rows), RoutingPlan(table, orders, index)
     places = own_places(plan, at).view(-1, at.top_k)
     nothing = hs[0].new_empty(0, experts[0].shape[1])
@@ -426,7 +426,7 @@ def triton_matmul(
     call: Call, hs: Sequence[Tensor], experts: Sequence[Tensor], offsets: Tensor, weights: Tensor | None,
     table: Tensor, orders: Tensor, index: Tensor, max_rows: int,
 ) -> Tensor:  # fmt: skip
-    """One launch: a tile's rows travel home as it is done, and are summed part by part of the columns."""
+    """One launch: send a tile's rows home when it is finished, and sum them one part of the columns at a time."""
     at = Exchange.of(call.spec, max_rows)
     precision, words = fp32_precision(), unpacked(index, at)
     places = words.places[: at.tokens * at.top_k].view(-1, at.top_k)
@@ -466,7 +466,7 @@ def _fake(
 
 
 def combine_bytes(tokens: int, top_k: int, n: int, dtype: torch.dtype) -> int:
-    """What a combine needs in a slot: the rows of the most tokens that a rank has."""
+    """Bytes a combine needs in a slot: top_k rows for each token of the rank with the most tokens."""
     return tokens * top_k * n * dtype.itemsize
 
 
@@ -531,7 +531,7 @@ def prepare_combine(view: Any, y: Tensor, top_k: int, at: Exchange, config: Conf
 
 
 def returning(machine: Machine, y: Tensor) -> Config:
-    """A block of whole cache lines of a few rows; half of the machine sends first."""
+    """Blocks of whole cache lines of a few rows; half of the programs send first."""
     if machine.clock == "host":
         senders, others = gather_programs(machine)
         return Config(64, 0, 256, send_programs=senders, other_programs=others)
@@ -542,7 +542,7 @@ def returning(machine: Machine, y: Tensor) -> Config:
 
 
 def part_columns(width: int, block: int) -> int:
-    """Columns that travel together, whole blocks of a row: the sum of a part can begin when the next one is sent."""
+    """Columns that travel together, whole blocks of a row: one part can be summed while the next one is sent."""
     return max(1, -(-width // (PARTS * block))) * block
 
 
@@ -555,9 +555,9 @@ def combine_pointers(
     at: Exchange,
     out: Tensor,
 ) -> dict[str, Any]:
-    """The arguments that a prepared combine lacks.
+    """The remaining arguments of a prepared combine.
 
-    places    int32 [T, k]  where in this rank's order each choice stands
+    places    int32 [T, k]  the position of each choice in this rank's order
     weights   fp32 [T, k], or None for ones
     """
     return dict(
@@ -580,7 +580,7 @@ def plan_combine(
     view: Any, rank: int, y: Tensor, places: Tensor, weights: Tensor | None, index: PackedIndex, at: Exchange, sig: int,
     config: Config | None, machine: Machine,
 ) -> tuple[Launch, Tensor]:  # fmt: skip
-    """The whole launch of a combine, not yet run, and its output."""
+    """The complete launch of a combine, not yet run, and its output."""
     launch = prepare_combine(view, y, places.shape[1], at, config, machine)
     out = y.new_empty(places.shape[0], y.shape[1])
     peers = peers_of(view, rank, at.world_size, sig, machine.clock)
@@ -598,9 +598,9 @@ def prepare_matmul_combine(
 ) -> Launch:
     """The launch of moe_matmul_combine_kernel without its pointers.
 
-    hs         [max_rows, K]   one or two, any strides, the same of both
-    experts    [E_r, N, K]     one each, likewise
-    precision  of fp32 operands: "ieee" or "tf32", the same on all ranks
+    hs         [max_rows, K]   one or two, any strides, the same for both
+    experts    [E_r, N, K]     one for each of hs, likewise
+    precision  for fp32 operands: "ieee" or "tf32", the same on all ranks
     """
     from fusedtp.kernels.moe_matmul_combine import moe_matmul_combine_kernel
 
@@ -609,7 +609,7 @@ def prepare_matmul_combine(
     config = config or matmul_combine_config(machine, hs[0].dtype, precision, at, n, len(hs))
     config, taken = group_tiles(config, machine, hs, experts)
     assert -(-n // (config.block_n * config.part_tiles)) <= MOST_PARTS, config
-    tokens = min(config.block_m, max(1, config.part * config.num_warps // config.block_n))  # that are summed at once
+    tokens = min(config.block_m, max(1, config.part * config.num_warps // config.block_n))  # summed at once
     args = taken | dict(
         strides=(*hs[0].stride(), *experts[0].stride()),
         E=e,
@@ -642,7 +642,7 @@ def matmul_combine_pointers(
     at: Exchange,
     out: Tensor,
 ) -> dict[str, Any]:
-    """The arguments that a prepared matmul with its combine lacks; places and weights as of a combine."""
+    """The remaining arguments of a prepared matmul with its combine; places and weights as in `combine_pointers`."""
     left, right = hs, experts
     if launch.args["TMA"]:
         left, right = grouped_descriptors(launch.config, launch.args, hs, experts)
@@ -671,7 +671,7 @@ def plan_matmul_combine(
     weights: Tensor | None, index: PackedIndex, at: Exchange, sig: int, config: Config | None, precision: str,
     machine: Machine,
 ) -> tuple[Launch, Tensor]:  # fmt: skip
-    """The whole launch of a matmul with its combine, not yet run, and its output."""
+    """The complete launch of a matmul with its combine, not yet run, and its output."""
     hs, experts = of_one_layout(hs), of_one_layout(experts)
     launch = prepare_matmul_combine(view, hs, experts, at, config, precision, machine)
     out = hs[0].new_empty(places.shape[0], experts[0].shape[1])
@@ -683,9 +683,9 @@ def plan_matmul_combine(
 def matmul_combine_config(
     machine: Machine, dtype: torch.dtype, precision: str, at: Exchange, n: int, products: int = 1
 ) -> Config:
-    """The tiles of the grouped matmul; the parts depend on what all ranks share alone.
+    """The tiles of the grouped matmul; parts depend only on values that all ranks share.
 
-    The sum of two products would spill in the widest tile, by what the lint shows.
+    The lint shows that the sum of two products would spill in the widest tile.
     """
     config = group_config(machine, dtype, precision, at.max_rows, at.experts_here, n)
     if products > 1:

@@ -1,20 +1,20 @@
-"""Rows of a mixture of experts to their experts' owners: by themselves, or with the matmul that they go into.
+"""Dispatch the rows of a mixture of experts to their experts' owners, alone or fused with the following matmul.
 
     moe_dispatch          x [T_r, K]  ->  rows [max_rows, K]
     moe_dispatch_matmul   x [T_r, K]  ->  rows @ w_e.T [max_rows, N], w_e of each row's expert
     moe_dispatch_gated    x [T_r, K]  ->  act(rows @ gate_e.T) * (rows @ up_e.T)
 
-rank r, chunked     copy x to the own slot | publish | own rows | wait r+1 | its rows for my experts | wait r+2 | ...
-rank r, triton      some programs publish x; all read what they want of r+1, r+2, ... (kernels/moe_exchange.py)
-rank r, triton,     chunks of rows are pushed to their owners, expert by expert; an expert's tiles start when its rows
-with the matmul     have come (kernels/moe_dispatch_matmul.py)
+rank r, chunked     copy x to own slot | publish | own rows | wait r+1 | its rows for my experts | wait r+2 | ...
+rank r, triton      some programs publish x; all read the rows they need from r+1, r+2, ... (kernels/moe_exchange.py)
+rank r, triton,     push chunks of rows to their owners, expert by expert; an expert's tiles start when its rows have
+with the matmul     arrived (kernels/moe_dispatch_matmul.py)
 
-dgrad    dx = moe_combine of the rows' gradients, without weights; moe_matmul_combine(dy, w_e.T) with a matmul
+dgrad    dx = moe_combine of the rows' gradients, without weights; with a matmul, moe_matmul_combine(dy, w_e.T)
 wgrad    dw_e = dy[rows of e].T @ rows[rows of e], local, on the rows that were dispatched
-saved    the plan; with a matmul rows and weights, and of a gated one both products
+saved    the plan; with a matmul also rows and weights; with a gated one also both products
 
-Tokens are published once, not k times: an owner reads the rows that it wants. A compiled graph on a CPU learns only in
-the call whether there is room for all rows: every rank looks before it communicates.
+Tokens are published once, not k times: an owner reads the rows that it needs. A graph compiled for CPU learns only
+during the call whether there is room for all rows: every rank checks this before it communicates.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from .plan import (
     without_dropped,
 )
 
-CHUNK = 64  # rows of a flag, at most; predicted times grow with more, as the first expert starts later, and with fewer
+CHUNK = 64  # most rows per flag; predicted times grow with more, as the first expert starts later, and with fewer
 
 
 def moe_dispatch(
@@ -86,27 +86,27 @@ def moe_dispatch(
     weights_sum: float | None = None,
     comm_dtype: str = "",
 ) -> tuple[Tensor, Tensor, MoEHandle]:
-    """Send each token to the experts that it chose. Rank r owns the experts r E / W, ..., (r + 1) E / W - 1.
+    """Send each token to the experts that it chose. Rank r owns experts r E / W, ..., (r + 1) E / W - 1.
 
         x            [T_r, K]  this rank's tokens, which may be none
-        expert_ids   [T_r, k]  integers below num_experts, those of a token all different; -1 drops a choice
-        weights      [T_r, k]  what the combine multiplies the experts' outputs by; ignored for dropped choices
-        group                  ProcessGroup, 1-D DeviceMesh, VirtualGroup or name; None where all experts are here
-        max_rows               most rows that a rank's experts receive, the same on all ranks; default what any routing
-                               needs, T * min(k, E / W), or on CPU in eager code what did come
-        sizes                  tokens of every rank; default as many as here on all of them
-        weights_sum            what the weights of a token should sum to; checked on CPU, of tokens without a dropped
+        expert_ids   [T_r, k]  integers below num_experts, distinct within a token; -1 drops a choice
+        weights      [T_r, k]  factors of the experts' outputs in the combine; ignored for dropped choices
+        group                  ProcessGroup, 1-D DeviceMesh, VirtualGroup or name; None if all experts are here
+        max_rows               most rows that a rank's experts receive, the same on all ranks; default: enough for any
+                               routing, T * min(k, E / W), or in eager code on CPU the number that arrived
+        sizes                  tokens of every rank; default: as many as here on all of them
+        weights_sum            the expected sum of a token's weights; checked on CPU, for tokens without a dropped
                                choice, up to the rounding of weights.dtype
-        comm_dtype             "": rows travel as x is; "fp8": in fp8-e4m3 with a scale for each 128 columns, rounded so
-                               on one rank too; see fp8.py. Gradients travel unrounded
+        comm_dtype             "": rows travel in x's dtype; "fp8": in fp8-e4m3 with a scale for each 128 columns, and
+                               rounded like this on one rank too; see fp8.py. Gradients travel unrounded
         return rows  [max_rows, K]  by expert, source rank and choice (token * k + j)
                offsets  int32 [E / W + 1]  where each expert's rows begin; rows past the last one are undefined
                handle   for moe_combine
 
-    Gradients reach x here, the weights in moe_combine. Rows of an expert are in the order of all ranks' tokens, so
-    what an expert computes does not depend on how tokens or experts are split.
+    Gradients of x come from this function, gradients of the weights from moe_combine. An expert's rows are in the order
+    of all ranks' tokens, so its results do not depend on how tokens or experts are split.
     Raises ValueError for shapes, ids, or weights that do not fit (on CPU also for their values), and for more rows
-    than max_rows, on all ranks alike (what a kernel finds, fusedtp.check raises as TooManyRows); SignatureMismatch
+    than max_rows, on all ranks (if a kernel finds too many, fusedtp.check raises TooManyRows); SignatureMismatch
     naming the rank that differs in num_experts, k, max_rows, dtype or width.
     """
     at = place_of(group, x)
@@ -119,14 +119,14 @@ def moe_dispatch(
 
 
 def dispatch(x: Tensor, weights: Tensor, plan: RoutingPlan, at: Exchange) -> tuple[Tensor, Tensor, MoEHandle]:
-    """moe_dispatch by a plan that has been made."""
+    """moe_dispatch with an existing plan."""
     rows, row_weights = dispatch_rows(x, weights.detach(), plan, at)
     offsets = offsets_of(plan, at)
     return rows, offsets, MoEHandle(weights, row_weights, plan, at, offsets)
 
 
 def dispatch_rows(x: Tensor, weights: Tensor | None, plan: RoutingPlan, at: Exchange) -> tuple[Tensor, Tensor]:
-    """x [T_r, K] -> rows [max_rows, K], with their gradient; weights [T_r, k] -> those of the rows [max_rows]."""
+    """x [T_r, K] -> rows [max_rows, K], differentiable; weights [T_r, k] -> the weight of each row [max_rows]."""
     if needs_grad(x):
         made: tuple[Tensor, Tensor] = _Dispatch.apply(at, x, weights, *plan)
         return made
@@ -163,13 +163,13 @@ def moe_dispatch_matmul(
     group: Group | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, MoEHandle]:
-    """moe_dispatch, then grouped_matmul of its rows; where kernels run, by one of them.
+    """moe_dispatch, then grouped_matmul of its rows; a single kernel where kernels run.
 
         x, expert_ids, weights, num_experts, group   as in moe_dispatch, and its options
-        matrices   [E / W, N, K]  of this rank's experts, of x's dtype; under autocast both are cast
+        matrices   [E / W, N, K]  of this rank's experts, in x's dtype; autocast casts both
         return     y [max_rows, N], offsets, handle; rows of y past offsets[-1] are undefined
 
-    The result has the bits of the two calls. Rows that travel in fp8 do so by themselves.
+    The result is bitwise equal to that of the two calls. With comm_dtype "fp8", the dispatch is not fused.
     Raises ValueError as the two functions do.
     """
     return _with_matmul(x, expert_ids, weights, [matrices], "", num_experts, group, options)
@@ -187,7 +187,7 @@ def moe_dispatch_gated(
     act: str = "silu",
     **options: Any,
 ) -> tuple[Tensor, Tensor, MoEHandle]:
-    """moe_dispatch, then grouped_gated of its rows: as moe_dispatch_matmul, by gate and up [E / W, N, K] with `act`."""
+    """moe_dispatch, then grouped_gated of its rows: like moe_dispatch_matmul, with gate, up [E / W, N, K] and `act`."""
     at = place_of(group, x)
     with propagate_errors(at):
         if act not in ACTIVATIONS:
@@ -217,7 +217,7 @@ def _with_matmul(
 def dispatch_with_matmul(
     x: Tensor, weights: Tensor, matrices: Sequence[Tensor], act: str, plan: RoutingPlan, at: Exchange
 ) -> tuple[Tensor, Tensor, MoEHandle]:
-    """moe_dispatch_matmul, or with act moe_dispatch_gated, by a plan that has been made."""
+    """moe_dispatch_matmul, or with act moe_dispatch_gated, with an existing plan."""
     if at.comm_dtype:
         rows, offsets, handle = dispatch(x, weights, plan, at)
         with propagate_errors(place(at.group)):
@@ -259,7 +259,7 @@ class _DispatchMatmul(Function):
         rows, row_weights, y, *products = matmul_op(
             at.spec, x, weights, list(matrices), offsets, act, act != "", need_matrices, *plan, at.max_rows
         )
-        # what no gradient reads is neither kept nor guarded against changes
+        # save only what a gradient reads: a saved tensor keeps its memory and must not change in place
         ctx.save_for_backward(rows if need_matrices else None, offsets, *plan, *products, *(matrices if need_x else ()))
         ctx.at, ctx.act, ctx.main_grads, ctx.products, ctx.kept = at, act, main_grads, len(products), None
         ctx.mark_non_differentiable(row_weights)
@@ -285,21 +285,21 @@ class _DispatchMatmul(Function):
 
 # -- engines ---------------------------------------------------------------------------------------------------------
 
-Moved = tuple[Tensor, Tensor]  # rows [max_rows, K], and the scalars of each [max_rows], or [0] without
+Moved = tuple[Tensor, Tensor]  # rows [max_rows, K], and a scalar for each [max_rows], or [0] without scalars
 
 
 def local(call: Call, x: Tensor, scalars: Tensor | None, plan: RoutingPlan, at: Exchange) -> Moved:
-    """All experts are here. Nothing waits for the device."""
+    """All experts are here. The host never waits for the device."""
     order = plan.orders[: at.max_rows]
     rows = x.index_select(0, order // at.top_k)
     return rows, x.new_empty(0) if scalars is None else scalars.reshape(-1).index_select(0, order)
 
 
 def collective(call: Call, x: Tensor, scalars: Tensor | None, plan: RoutingPlan, at: Exchange) -> Moved:
-    """The process group's all_to_all: between hosts, and where nothing else runs.
+    """The process group's all_to_all: between hosts, and where no other engine runs.
 
-    The host reads how many rows go where, which on a GPU waits for the device. Choices travel in their source's order,
-    which is by owner; blocks are then put where they belong.
+    The host reads how many rows go where; on a GPU it waits for the device. Choices travel in their source's order,
+    which is by owner; the receiver then copies each block to its place.
     """
     blocks = Blocks(plan.table, at)
     blocks.check_room(at)
@@ -318,7 +318,7 @@ def collective(call: Call, x: Tensor, scalars: Tensor | None, plan: RoutingPlan,
 
 
 def chunked(call: Call, x: Tensor, scalars: Tensor | None, plan: RoutingPlan, at: Exchange) -> Moved:
-    """On CPU: read the rows of each source where they lie, own ones first."""
+    """On CPU: read the rows of each source in place, own rows first."""
     blocks, width = Blocks(plan.table, at), x.shape[1]
     blocks.check_room(at)
     rows = x.new_empty(at.max_rows, width)
@@ -356,7 +356,7 @@ def chunked(call: Call, x: Tensor, scalars: Tensor | None, plan: RoutingPlan, at
 
 
 def triton(call: Call, x: Tensor, scalars: Tensor | None, plan: RoutingPlan, at: Exchange) -> Moved:
-    """By a kernel that reads the plan on the device; the scalars travel in a launch of their own."""
+    """A kernel that reads the plan on the device; the scalars travel in a separate launch."""
     rows = _launch_dispatch(call, x, at.top_k, plan, at)
     return rows, x.new_empty(0) if scalars is None else _scalars_of_rows(call, scalars, plan, at)
 
@@ -381,7 +381,7 @@ def _launch_dispatch(call: Call, x: Tensor, choices_per_row: int, plan: RoutingP
 
 
 def _in_wire_form(move: Callable[..., Moved]) -> Callable[..., Moved]:
-    """An engine of the operation: rows are packed before they travel, and unpacked where they arrive."""
+    """An engine of the operation: rows are packed before they travel and unpacked on arrival."""
 
     def engine(
         call: Call, x: Tensor, scalars: Tensor | None, table: Tensor, orders: Tensor, index: Tensor, max_rows: int
@@ -396,7 +396,7 @@ def _in_wire_form(move: Callable[..., Moved]) -> Callable[..., Moved]:
 
 
 def _then_matmul(move: Callable[..., Moved]) -> Callable[..., list[Tensor]]:
-    """An engine of the operation with a matmul: rows are multiplied when all have come."""
+    """An engine of the operation with a matmul: multiply once all rows have arrived."""
 
     def engine(
         call: Call, x: Tensor, scalars: Tensor | None, matrices: Sequence[Tensor], offsets: Tensor, act: str,
@@ -417,7 +417,7 @@ def triton_matmul(
     call: Call, x: Tensor, scalars: Tensor | None, matrices: Sequence[Tensor], offsets: Tensor, act: str, keep: bool,
     keep_rows: bool, table: Tensor, orders: Tensor, index: Tensor, max_rows: int,
 ) -> list[Tensor]:  # fmt: skip
-    """One launch: an expert's tiles start when its rows have come. The scalars travel in a launch of their own."""
+    """One launch: an expert's tiles start when its rows have arrived. The scalars travel in a separate launch."""
     at, plan = Exchange.of(call.spec, max_rows), RoutingPlan(table, orders, index)
     precision = fp32_precision()
     with call.call() as running:
@@ -459,7 +459,7 @@ def _fake_matmul(
     return [rows if keep_rows else rows.new_empty(0, rows.shape[1]), of_rows, *products]
 
 
-# -- what they need of a slot, from the rows of all ranks and the routing ----------------------------------------------
+# -- slot bytes, from the rows of all ranks and the routing ------------------------------------------------------------
 
 
 def _aligned(nbytes: int) -> int:
@@ -467,17 +467,17 @@ def _aligned(nbytes: int) -> int:
 
 
 def dispatch_bytes(at: Exchange, choices_per_row: int, k: int, dtype: torch.dtype) -> int:
-    """What the kernel needs in a slot: x of the rank that has most, a row of it for so many choices."""
+    """Bytes the kernel needs in a slot: the largest x of any rank, with one row per `choices_per_row` choices."""
     return max(at.sizes) * at.top_k // choices_per_row * k * dtype.itemsize
 
 
 def dispatch_matmul_bytes(at: Exchange, k: int, dtype: torch.dtype) -> int:
-    """What the kernel needs in a slot: an owner's rows."""
+    """Bytes the kernel needs in a slot: an owner's rows."""
     return at.recv_capacity * k * dtype.itemsize
 
 
 def _slot_bytes(rows: Rows, shared: Shared, top_k: int, num_experts: int, bound: int, comm_dtype: int) -> int:
-    """Published tokens, and scalars behind them or in a launch of their own."""
+    """Published tokens, then the scalars, which may also travel in a separate launch."""
     row = fp8.row_bytes(shared.features) if COMM_DTYPES[comm_dtype] else shared.features * shared.dtype.itemsize
     scalars = top_k * accumulator(shared.dtype).itemsize if shared.with_bias else 0
     return _aligned(rows.longest * row) + rows.longest * scalars
@@ -524,8 +524,8 @@ def prepare_dispatch(
 ) -> Launch:
     """The launch of moe_dispatch_kernel without its pointers.
 
-    x                 [M, K]   any strides; bytes too
-    choices_per_row            a row of x is of so many neighbouring choices: M of them are all choices of this rank
+    x                 [M, K]   any strides; may be bytes
+    choices_per_row            consecutive choices that share a row of x; this rank has M * choices_per_row of them
     """
     from fusedtp.kernels.moe_exchange import moe_dispatch_kernel
 
@@ -545,7 +545,7 @@ def prepare_dispatch(
 
 
 def dispatch_pointers(peers: Any, x: Tensor, orders: Tensor, index: PackedIndex, rows: Tensor) -> dict[str, Any]:
-    """The arguments that a prepared dispatch lacks: orders of all ranks, rows [max_rows, K] is the output."""
+    """The remaining arguments of a prepared dispatch. orders of all ranks; rows [max_rows, K] is the output."""
     return dict(
         peers=peers,
         x=x,
@@ -564,7 +564,7 @@ def plan_dispatch(
     view: Any, rank: int, x: Tensor, choices_per_row: int, orders: Tensor, index: PackedIndex, at: Exchange, sig: int,
     config: Config | None, machine: Machine,
 ) -> tuple[Launch, Tensor]:  # fmt: skip
-    """The whole launch of a dispatch, not yet run, and its rows."""
+    """The complete launch of a dispatch, not yet run, and its rows."""
     launch = prepare_dispatch(view, x, choices_per_row, at, config, machine)
     rows = x.new_empty(at.max_rows, x.shape[1])
     peers = peers_of(view, rank, at.world_size, sig, machine.clock)
@@ -585,9 +585,9 @@ def prepare_dispatch_matmul(
     """The launch of moe_dispatch_matmul_kernel without its pointers.
 
     x          [M, K]      any strides
-    matrices   [E, N, K]   one, or gate and up with the activation `act`; any strides, the same of both
+    matrices   [E, N, K]   one, or gate and up with the activation `act`; any strides, the same for both
     keep       whether gate's and up's products are stored too
-    precision  of fp32 operands: "ieee" or "tf32"
+    precision  for fp32 operands: "ieee" or "tf32"
     """
     from fusedtp.kernels.moe_dispatch_matmul import moe_dispatch_matmul_kernel
 
@@ -624,7 +624,7 @@ def prepare_dispatch_matmul(
 def matmul_outputs(
     x: Tensor, matrices: Sequence[Tensor], at: Exchange, keep: bool, keep_rows: bool
 ) -> list[Tensor | None]:
-    """The rows if they are kept, else None; y; and gate's and up's products if `keep`."""
+    """The rows if they are kept, else None; y; with `keep`, the products of gate and up."""
     _, n, k = matrices[0].shape
     rows = x.new_empty(at.max_rows, k) if keep_rows else None
     return [rows, *(x.new_empty(at.max_rows, n) for _ in range(3 if keep else 1))]
@@ -640,7 +640,7 @@ def dispatch_matmul_pointers(
     index: PackedIndex,
     outs: Sequence[Tensor | None],
 ) -> dict[str, Any]:
-    """The arguments that a prepared dispatch with its matmul lacks. outs: see `matmul_outputs`.
+    """The remaining arguments of a prepared dispatch with its matmul. outs: see `matmul_outputs`.
 
     tokens    int32     the row of x for each row that this rank sends
     offsets   [E + 1]   int32, where the rows of each expert begin
@@ -673,7 +673,7 @@ def plan_dispatch_matmul(
     at: Exchange, sig: int, act: str, keep: bool, config: Config | None, precision: str, machine: Machine,
     keep_rows: bool = True,
 ) -> tuple[Launch, list[Tensor | None]]:  # fmt: skip
-    """The whole launch of a dispatch with its matmul, not yet run, and its outputs, see `matmul_outputs`."""
+    """The complete launch of a dispatch with its matmul, not yet run, and its outputs, see `matmul_outputs`."""
     matrices = of_one_layout(matrices)
     launch = prepare_dispatch_matmul(view, x, matrices, at, act, keep, config, precision, machine)
     outs = matmul_outputs(x, matrices, at, keep, keep_rows)
@@ -682,7 +682,7 @@ def plan_dispatch_matmul(
 
 
 def moving(machine: Machine, at: Exchange, x: Tensor, flags: int) -> Config:
-    """A block of whole cache lines of a few rows; chunks that all ranks agree on: of sizes, top_k and experts alone."""
+    """Blocks of whole cache lines of a few rows. Chunks depend only on sizes, top_k and experts, so all ranks agree."""
     senders, others = gather_programs(machine)
     longest = max(at.sizes) * min(at.top_k, at.experts_here)
     chunk = max(min(CHUNK, gather_chunk(longest, flags)), -(-longest // flags))
@@ -694,10 +694,10 @@ def moving(machine: Machine, at: Exchange, x: Tensor, flags: int) -> Config:
 
 
 def pulling(machine: Machine, x: Tensor) -> Config:
-    """Of a dispatch: one large program for each multiprocessor of this rank, half of them publish first.
+    """Configuration of a dispatch: one large program per SM of this rank; half of them publish first.
 
-    Programs do not wait side by side, so that ranks which share a GPU have room for their other kernels; each has
-    bytes enough on their way to keep memory busy, where rows are many.
+    No two programs wait on the same SM, so ranks that share a GPU have room for their other kernels. With many rows,
+    each program has enough bytes in flight to keep memory busy.
     """
     width, itemsize = x.shape[1], x.element_size()
     if machine.clock == "host":
@@ -707,21 +707,21 @@ def pulling(machine: Machine, x: Tensor) -> Config:
     others = max(1, machine.programs - senders)
     columns = 2048 // max(2, itemsize)
     block_k = block(width, 1, columns)
-    fits = 32 if width % VECTOR == 0 else 16  # rows in registers, which addresses of single elements take too
+    fits = 32 if width % VECTOR == 0 else 16  # rows that fit in registers; addresses of single elements take some too
     block_m = min(256, fits * columns // block_k)
-    registers = 128 if machine.clock == "cuda" else 0  # what 512 threads can have
+    registers = 128 if machine.clock == "cuda" else 0  # the most that 512 threads can have each
     warps = 16 if machine.clock == "cuda" else 8
     programs: dict[str, Any] = dict(send_programs=senders, other_programs=others)
     return Config(block_m, 0, block_k, warps, max_registers=registers, **programs)
 
 
 def _published_at_once(x: Tensor, config: Config) -> int:
-    """Rows of a publisher's block: fewer where some publishers had none else."""
+    """Rows of a publisher's block: fewer if otherwise some publishers would have none."""
     return block(-(-x.shape[0] // config.send_programs), min(4, config.block_m), config.block_m)
 
 
 def _pulled_at_once(at: Exchange, config: Config) -> int:
-    """Rows of a block that is pulled, unless there were fewer than 16 for each who does not publish, on average."""
+    """Rows of a pulled block: fewer if otherwise the programs that do not publish had under 16 blocks on average."""
     each = sum(at.sizes) * at.top_k // at.world_size // config.other_programs
     return block(each // 16, min(4, config.block_m), config.block_m)
 
@@ -739,7 +739,7 @@ def _matmul_config(
 ) -> Config:
     """The grouped matmul's own tiles; an eighth of the programs send before they multiply.
 
-    Less deep are those that would spill, by what the lint shows: of two weights in 16 bits on sm_80.
+    With two 16-bit weights on sm_80, block_k is halved: the lint shows that they would spill.
     """
     tile = group_config(machine, dtype, precision, rows, groups, n, weights, keep)
     if weights > 1 and dtype.itemsize == 2 and 0 < machine.capability < 90:

@@ -1,20 +1,20 @@
-"""Rows as they travel to their experts, where that is not as they are.
+"""The packed format in which rows travel to their experts.
 
 "fp8"   float8_e4m3fn with one fp32 scale for every 128 columns of a row, in one row of bytes:
 
         | K values | scale of columns 0 .. 127 | scale of 128 .. 255 | ... |     uint8 [T, K + 4 ceil(K / 128)]
 
-A scale is the smallest power of two that brings its block's largest magnitude to at most 448, so what fp8 holds comes
-out exactly: with a block's largest magnitude M > 0 there are 2**p * 448 >= M > 2**p * 224, p at least -126, and
+A scale is the smallest power of two that brings its block's largest magnitude to at most 448, so values that fp8 can
+hold are exact. For a block with largest magnitude M > 0: 2**p * 448 >= M > 2**p * 224, p at least -126, and
 
     an element x    is off by at most 2**-4 |x|, half a unit of 3 mantissa bits, where |x| >= 2**p * 2**-6
-                    and by 2**p * 2**-10 <= 2**-17 M below: of fp8's subnormal numbers
+                    and by at most 2**p * 2**-10 <= 2**-17 M below that, where fp8 is subnormal
     so every one    is off by at most 2**-4 M, for M from 2**-117 on
 
-An element that is inf or NaN comes out as NaN; the others of its block keep their scale.
+An element that is inf or NaN becomes NaN; it does not affect the scale of its block.
 
-Source: DeepSeek-V3 (2024), section 3.3.2, tiles of 1 x 128, and section 3.3.3, rows in fp8 to the experts with scales
-that are powers of two. Their outputs, and here all gradients too, travel as they are.
+Source: DeepSeek-V3 (2024), section 3.3.2, tiles of 1 x 128, and section 3.3.3, fp8 rows to the experts with scales that
+are powers of two. The experts' outputs travel unpacked, and here all gradients do too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def fault(comm_dtype: str, dtype: torch.dtype) -> str | None:
-    """Why rows of that dtype cannot travel so, in words."""
+    """An error message if rows of this dtype cannot travel in this format."""
     if comm_dtype not in COMM_DTYPES:
         return f"comm_dtype is {comm_dtype!r}, must be one of {', '.join(map(repr, COMM_DTYPES))}"
     if comm_dtype and dtype not in DTYPES:
@@ -42,12 +42,12 @@ def fault(comm_dtype: str, dtype: torch.dtype) -> str | None:
 
 
 def row_bytes(k: int) -> int:
-    """Of a packed row of k columns."""
+    """Bytes of a packed row of k columns."""
     return k + 4 * -(-k // BLOCK)
 
 
 def _by_kernel(x: Tensor) -> bool:
-    """Whether kernels/quantize.py does it: on GPUs that have fp8. Its rows have a multiple of 4 columns."""
+    """Whether kernels/quantize.py is used: on GPUs with fp8. It requires a multiple of 4 columns."""
     return x.numel() > 0 and multiplied_in_fp8(x.device)
 
 
@@ -66,7 +66,7 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(rows: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    """What `pack` made of rows [R, k] -> [R, k] of that dtype."""
+    """The output of `pack` for rows [R, k] -> [R, k] in `dtype`."""
     if _by_kernel(rows) and k % 4 == 0 and rows.is_contiguous() and rows.data_ptr() % 4 == 0:
         return launch.quantize.unpacked_blocks(rows, k, dtype)
     count, r = -(-k // BLOCK), rows.shape[0]

@@ -2,23 +2,23 @@
 
     rows     [R, K]     expert-major: the rows of expert e are offsets[e] .. offsets[e + 1]
     offsets  [E + 1]    int32, on the device of rows: offsets[0] is 0, offsets[E] at most R
-    weights  [E, N, K]  rows, weights and bias of one dtype, of any strides
+    weights  [E, N, K]  rows, weights and bias have the same dtype and any strides
     return   [R, N]
 
-Rows from offsets[E] on belong to no expert: room that a bounded buffer has left. What they hold, NaN too, is not used,
-the same rows of the result are undefined, and so are those of the gradient of `rows`. No gradient of a weight has a
-part of them. Whoever made the rows must not use those rows of the gradient either: a sum over all rows would.
+Rows from offsets[E] on belong to no expert: they are the unused end of a bounded buffer. Their values, even NaN, are
+never used; the same rows of the result and of the gradient of `rows` are undefined, and weight gradients do not include
+them. The producer of `rows` must ignore those rows of the gradient too; a sum over all rows would not.
 
-    engine    chunked   the vendor's matmul: torch's grouped_mm on a GPU, one matmul an expert on a CPU
+    engine    chunked   the vendor's matmul: torch's grouped_mm on a GPU, one matmul per expert on a CPU
               triton    the kernels of kernels/grouped_matmul.py and grouped_wgrad.py
 
 dgrad    drows = grouped_matmul(dy, weights.mT)
 wgrad    dweights[e] = dy[rows of e].T @ rows[rows of e]
-saved    rows and weights; of a gated matmul both products
+saved    rows and weights; for a gated matmul also both products
 
-A weight with a `main_grad` gets its gradient added there in fp32, see Note [main_grad] in ../main_grad.py; grouped_mm
-(`chunked` on a GPU) rounds it. Offsets on a CPU are checked. Those on a GPU are never read on the host, which would
-mean to wait for it: there is no loop over experts, and kernels cut offsets to [0, R].
+If a weight has a `main_grad`, its gradient is added there in fp32, see Note [main_grad] in ../main_grad.py; grouped_mm
+(`chunked` on a GPU) rounds it first. Offsets on a CPU are checked. The host never reads offsets on a GPU, because it
+would have to wait for the GPU: there is no loop over experts, and kernels clamp offsets to [0, R].
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from ..operation import LocalOperation, as_autocast, needs_grad, wanted
 from ..pointwise import ACTIVATIONS
 
 ENGINES = ("auto", "chunked", "triton")
-ALIGNED = 8  # grouped_mm wants strides to be multiples of 16 bytes: so many bf16 elements
-LARGE_TILE = 128  # rows; where experts have fewer, a tile has as few
+ALIGNED = 8  # grouped_mm requires strides to be multiples of 16 bytes: this many bf16 elements
+LARGE_TILE = 128  # rows; if experts have fewer, tiles are that short
 
 
 def grouped_matmul(
@@ -70,10 +70,10 @@ def grouped_matmul(
         weights  [E, N, K]
         offsets  [E + 1]    int32
         bias     [E, N]     or None
-        engine   "auto", "triton", or "chunked": torch's grouped_mm on a GPU, one matmul an expert on a CPU
+        engine   "auto", "triton", or "chunked": torch's grouped_mm on a GPU, one matmul per expert on a CPU
         return   [R, N]     summed in fp32 (fp64), rounded once; undefined from row offsets[E] on
 
-    Raises ValueError for shapes, dtypes, devices or an engine that do not fit; on CPU for offsets that do not.
+    Raises ValueError for shapes, dtypes, devices or an engine that do not fit; on CPU also for invalid offsets.
     Source: Gale et al. 2022, "MegaBlocks", section 4.
     """
     (main_grad,) = main_grads_of([weights])
@@ -128,10 +128,10 @@ def grouped_gated(
         engine   as in grouped_matmul
         return   [R, N]     undefined from row offsets[E] on
 
-    `triton` joins both sums before they are rounded; `chunked` rounds them first. Where a gradient is wanted both are
+    `triton` combines both products before rounding; `chunked` rounds them first. If a gradient is needed, both are
     kept, [R, N] each.
-    dgrad  drows = dg @ gate[e] + du @ up[e], summed in fp32, with dg and du of the two products
-    wgrad  dgate[e] = dg[rows of e].T @ rows[rows of e], dup likewise; zeros for no rows
+    dgrad  drows = dg @ gate[e] + du @ up[e], summed in fp32, with dg and du the gradients of the two products
+    wgrad  dgate[e] = dg[rows of e].T @ rows[rows of e], dup likewise; zeros for an expert without rows
 
     Raises ValueError as grouped_matmul does. Source: Shazeer 2020, "GLU variants".
     """
@@ -181,13 +181,13 @@ class _Gated(Function):
         return None, None, None, drows, *dws, None
 
 
-# -- what backward passes share, of these layers and of those that communicate -----------------------------------------
+# -- shared by the backward passes of these layers and of the layers that communicate ----------------------------------
 
 
 def gated_grads(
     ctx: Any, engine: str, dy: Tensor, products: Sequence[Tensor], offsets: Tensor, weight_pass_follows: bool
 ) -> list[Tensor]:
-    """[dy], or of a gated matmul the gradients of its two products: made once for both passes of a split backward."""
+    """[dy], or for a gated matmul the gradients of its two products; a split backward computes these only once."""
     if not products:
         return [dy]
     made = take_kept(ctx, dy)
@@ -199,7 +199,7 @@ def gated_grads(
 
 
 def take_kept(ctx: Any, dy: Tensor) -> Any:
-    """What the input pass of a split backward kept for the weight pass of the same dy; None after another one."""
+    """Take what a split backward's input pass kept for the weight pass; None if it was kept for another dy."""
     if ctx.kept is None:
         return None
     (of, version, made), ctx.kept = ctx.kept, None
@@ -214,9 +214,9 @@ def wgrads(
     main_grads: Sequence[MainGrad | None],
     needs: Sequence[bool] = (True, True),
 ) -> list[Any]:
-    """dw_i [E, N_i, K], or None where it is not needed or was added to a main_grad.
+    """dw_i [E, N_i, K], or None if it is not needed or was added to a main_grad.
 
-    With main_grads one after another, so that only one is held at a time.
+    With main_grads they are computed one at a time, so that only one is in memory.
     """
     if all(needs) and all(main_grad is None for main_grad in main_grads):
         return list(wgrad_op(dys, rows, offsets, engine, rows.dtype))
@@ -230,7 +230,7 @@ def wgrads(
     return out
 
 
-# -- what users can get wrong ------------------------------------------------------------------------------------------
+# -- argument checks ---------------------------------------------------------------------------------------------------
 
 
 def check_grouped(rows: Tensor, offsets: Tensor, **weights: Tensor) -> None:
@@ -261,7 +261,7 @@ def _check_alike(rows: Tensor, **others: Tensor | None) -> None:
 
 
 def _check_offsets(offsets: Tensor, rows: int) -> None:
-    """Raises ValueError naming the offset that cannot be. Of a GPU's offsets nothing is read."""
+    """Raises ValueError naming the invalid offset. Does not read offsets on a GPU."""
     if offsets.device.type != "cpu":
         return
     before, values = 0, offsets.tolist()
@@ -276,7 +276,7 @@ def _check_offsets(offsets: Tensor, rows: int) -> None:
 
 
 def choose(engine: str, x: Tensor) -> str:
-    """ "chunked" or "triton", by device and dtype alone. Raises ValueError where the engine asked for cannot run."""
+    """ "chunked" or "triton", by device and dtype only. Raises ValueError if the requested engine cannot run."""
     if engine not in ENGINES:
         raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
     if engine == "auto":
@@ -316,7 +316,7 @@ def matmul_engine(
 
 
 def matmul_by_expert(xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """`matmul_engine` on a CPU, expert by expert: its first row and its y [R_e, N], until the next one."""
+    """`matmul_engine` on a CPU, expert by expert: yields (first row, y [R_e, N]); y is valid until the next one."""
     each = list(_experts(offsets))
     windows = [cpu.window(rows, xs[0].shape[0], xs[0]) for _, rows in each]
     most = max((wide.stop - wide.start for wide in windows), default=0)
@@ -338,7 +338,7 @@ def wgrad_engine(engine: str, dys: Sequence[Tensor], x: Tensor, offsets: Tensor,
     padded, *each = (cpu.Padded(t, offsets.tolist()) for t in (x, *dys))
     for e, rows in _experts(offsets, empty=True):
         if dtype == x.dtype and rows.stop > rows.start:
-            right = dense.to_fp32(padded[rows])  # read by all while a core's cache holds it
+            right = dense.to_fp32(padded[rows])  # all dys read it while it is in a core's cache
             for dw, dy in zip(dws, each, strict=True):
                 dense.matmul_into(dw[e], [dy[rows].t()], [right])
         else:
@@ -356,7 +356,7 @@ def _launch_wgrad(dy: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype, pr
 
 def bias_grad_engine(engine: str, dy: Tensor, offsets: Tensor) -> Tensor:
     """dy [R, N] -> [E, N]: the sum of each expert's rows, in fp32, rounded once."""
-    if choose(engine, dy) == "triton":  # in full precision: no factor is rounded
+    if choose(engine, dy) == "triton":  # "ieee": no factor is rounded to tf32
         ones = dy.new_ones(1, 1).expand(dy.shape[0], 1)
         return _launch_wgrad(dy, ones, offsets, dy.dtype)[:, :, 0].contiguous()
     if dy.is_cuda:
@@ -384,7 +384,7 @@ def gated_engine(
     made = [x.new_empty(x.shape[0], gate.shape[1]) for _ in range(3 if keep else 1)]
     for e, rows in _experts(offsets):
         here, there, products = rows, x, made[1:]
-        if not keep:  # products of this expert alone
+        if not keep:  # buffers for the products of this expert only
             wide = cpu.window(rows, x.shape[0], x)
             here, there = slice(rows.start - wide.start, rows.stop - wide.start), x[wide]
             products = [x.new_empty(there.shape[0], gate.shape[1]) for _ in range(2)]
@@ -409,7 +409,7 @@ def gated_backward_engine(engine: str, dy: Tensor, g: Tensor, u: Tensor, offsets
 
 
 def _experts(offsets: Tensor, *, empty: bool = False) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows), `empty` or only where there are any; of a CPU's offsets, which are read without waiting."""
+    """(expert, its rows); without `empty` only experts that have rows. Offsets on CPU, where reading needs no wait."""
     assert not offsets.is_cuda
     for e, (begin, end) in enumerate(pairwise(offsets.tolist())):
         if end > begin or empty:
@@ -417,7 +417,7 @@ def _experts(offsets: Tensor, *, empty: bool = False) -> Iterator[tuple[int, sli
 
 
 def fp32_precision() -> str:
-    """Of fp32 operands: what `allow_tf32` asks for."""
+    """Precision of fp32 operands, from torch's `allow_tf32`."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
@@ -482,7 +482,7 @@ gated_backward_op = LocalOperation(
 
 
 def _vendor_matmul(xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Tensor, bias: Tensor | None) -> Tensor:
-    """Rounds after each product and after the bias, which grouped_mm does not take."""
+    """Rounds after each product and after adding the bias, which grouped_mm does not support."""
     r, (_, n, k) = xs[0].shape[0], weights[0].shape
     _check_vendor(xs[0], n, k)
     if 0 in (r, n, k):
@@ -502,7 +502,7 @@ def _vendor_matmul(xs: Sequence[Tensor], weights: Sequence[Tensor], offsets: Ten
 
 
 def _vendor_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    """In x's dtype: grouped_mm makes no other."""
+    """In x's dtype: grouped_mm supports no other."""
     _check_vendor(x, dy.shape[1], x.shape[1])
     if 0 in (*dy.shape, x.shape[1]):
         return x.new_zeros(len(offsets) - 1, dy.shape[1], x.shape[1])
@@ -513,15 +513,15 @@ def _vendor_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _writes_empty(device: torch.device) -> bool:
-    """Whether grouped_mm writes the zeros of an expert without rows. Hopper's does; Blackwell's and AMD's have left
-    there what was in memory (pytorch issue 172439, pull request 174314), and of others nothing is known.
+    """Whether grouped_mm writes zeros for an expert without rows. Hopper's does; Blackwell's and AMD's have left that
+    memory uninitialized (pytorch issue 172439, pull request 174314); others are unknown.
     """
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     return hopper and torch.version.hip is None
 
 
 def _check_vendor(x: Tensor, n: int, k: int) -> None:
-    """Raises ValueError for what grouped_mm does not take."""
+    """Raises ValueError for operands that grouped_mm does not support."""
     if x.dtype != torch.bfloat16 or n % ALIGNED or k % ALIGNED:
         raise ValueError(
             f"engine 'chunked' on a GPU is torch's grouped_mm, which takes bfloat16 and N and K that are multiples of "
@@ -539,8 +539,8 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _whole_rows(x: Tensor) -> Tensor:
-    """x [R, K] aligned and with contiguous rows: grouped_mm takes columns of a multiple of 8 rows an expert only, and
-    fails on the device, for good, where an expert has other numbers of them.
+    """x [R, K] aligned and with contiguous rows. With contiguous columns, grouped_mm supports only multiples of 8 rows
+    per expert, and any other number is an unrecoverable device error.
     """
     return _aligned(x if x.stride(1) == 1 else x.contiguous())
 
@@ -646,7 +646,7 @@ def plan_wgrad(
 
 
 def _stored_by_tma(config: Config, x: Tensor, dw: Tensor, machine: Machine) -> tuple[Config, bool]:
-    """Whether dw [E, N, K] leaves by TMA, and with as many stages as leave room for that: one less at most."""
+    """Whether TMA stores dw [E, N, K], and the config with as many stages as then fit: at most one less."""
     if not config.tma or not describable(dw.flatten(0, 1)):
         return config, False
     for stages in (config.num_stages, config.num_stages - 1):
@@ -667,7 +667,7 @@ def plan_gated_backward(
         dy=dy, gate=gate, up=up, dgate=dgate, dup=dup, offsets=offsets.contiguous(), E=offsets.shape[0] - 1,
         R=dy.shape[0], N=dy.shape[1], BLOCK=ELEMENTS, ACT=act,
     )  # fmt: skip
-    most = 8 * machine.programs  # of few registers, so several share a processor
+    most = 8 * machine.programs  # they use few registers, so several are resident on an SM
     programs = min(most, -(-dy.numel() // ELEMENTS))
     return Launch(grouped_gated_backward_kernel, programs, args, Config(0, 0, 0)), (dgate, dup)
 
@@ -682,10 +682,10 @@ def group_config(
     weights: int = 1,
     keep: bool = False,
 ) -> Config:
-    """Tiles of `groups` matmuls with `rows` rows in all: as of one matmul of them all, but no taller than what a group
-    has on average, and without warp specialisation. keep: more is stored than one result of the operands' dtype.
+    """Tiles of `groups` matmuls with `rows` rows in total: those of a single matmul, but no taller than the average
+    group, and without warp specialisation. keep: more is stored than one result in the operands' dtype.
 
-    Less deep are those that would spill, by what the lint shows: of two weights in tf32 on sm_80.
+    With two weights in tf32 on sm_80, block_k is halved: the lint shows that they would spill.
     """
     each = -(-rows // max(1, groups))
     tall = min(rows, each) if each < LARGE_TILE else rows
@@ -704,5 +704,5 @@ def _sizes(config: Config, precision: str, offsets: Tensor, e: int, r: int, n: i
 
 
 def _programs(machine: Machine, config: Config, r: int, e: int, n: int) -> int:
-    """As many as there can be tiles at most: each expert with rows may add one row of tiles."""
+    """At most one program per possible tile: each expert with rows may add one row of tiles."""
     return min(machine.programs, (-(-r // config.block_m) + min(e, r)) * -(-n // config.block_n))

@@ -1,13 +1,13 @@
-"""Which rows of a mixture of experts go where: what every rank knows once choices have been exchanged.
+"""The routing plan of a mixture of experts: which rows go where, known to every rank after choices are exchanged.
 
     expert_ids [T_s, k]    the experts that the tokens of source rank s chose; -1: the choice is dropped
     choice                 t * k + j: the j-th choice of a source's t-th token
     order of s             its choices sorted by (expert, choice), dropped ones last: a stable sort, no counters
-    table [W, E]           how many choices of s went to expert e; so also where each source's rows begin
-    rows of an owner       of its E / W experts, by (expert, source, choice): what it multiplies, expert by expert
+    table [W, E]           how many choices of s went to expert e; this also gives where each source's rows begin
+    rows of an owner       of its E / W experts, by (expert, source, choice): its matmuls run expert by expert
 
-Choices of one source for one expert are neighbours in its order and in the owner's rows: a block. Rows of an expert
-are in the order of the global tokens, however tokens and experts are split: its matmuls always see the same operands.
+Choices of one source for one expert are contiguous in the source's order and in the owner's rows: a block. An expert's
+rows are in global token order, however tokens and experts are split, so its matmuls always see the same operands.
 
 rank r    sort own choices | gather all ranks' counts and orders | dispatch.py | matmuls: grouped.py | combine.py
 """
@@ -41,20 +41,20 @@ from .fp8 import fault
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 UNDEFINED = 2**31 - 1
-SMALL = 64 << 20  # bytes of rows that there is room for in any case
-SHARES = 2  # even shares that there is room for where any routing would need more than that
-SORT_BLOCK = 2048  # choices that a program of the sort looks at at once
+SMALL = 64 << 20  # bytes of rows up to which there is no limit
+SHARES = 2  # default room in even shares, if the worst routing needs more
+SORT_BLOCK = 2048  # choices that a program of the sort reads at once
 
 
 class Exchange(NamedTuple):
-    """What all ranks share of a dispatch, and who this rank is.
+    """The parameters of a dispatch that all ranks share, and this rank.
 
     sizes        tokens of every rank
     max_rows     most rows that this rank receives
-    engine       the one that runs, for the calls of the whole exchange
-    bound        the bound that was asked for, the same on all ranks; -1: none was
-    comm_dtype   in which form rows travel to their experts, see fp8.py
-    several      it is one of several rounds: no rows are kept from an input pass to a weight pass
+    engine       the engine of every call of this exchange
+    bound        the requested bound on rows, the same on all ranks; -1: none
+    comm_dtype   the format in which rows travel to their experts, see fp8.py
+    several      one of several rounds: no rows are kept from an input pass to a weight pass
     """
 
     group: str
@@ -71,7 +71,7 @@ class Exchange(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec, max_rows: int) -> Exchange:
-        """As an operation is given it."""
+        """Rebuild the Exchange from an operation's arguments."""
         top_k, num_experts, bound, comm_dtype = spec.routing
         return cls(
             spec.group, spec.rank, spec.sizes, num_experts, top_k, max_rows, spec.engine, spec.layer, bound - 1,
@@ -80,7 +80,7 @@ class Exchange(NamedTuple):
 
     @property
     def spec(self) -> Spec:
-        """What an operation is given beside its operands and `max_rows`."""
+        """The arguments of an operation besides its operands and `max_rows`."""
         routing = self.top_k, self.num_experts, 1 + self.bound, COMM_DTYPES.index(self.comm_dtype)
         return Spec(self.group, self.rank, self.sizes, 1, self.engine, 0, self.layer, routing)
 
@@ -90,7 +90,7 @@ class Exchange(NamedTuple):
 
     @property
     def experts_here(self) -> int:
-        """Experts that an owner has."""
+        """Experts per owner."""
         return self.num_experts // len(self.sizes)
 
     @property
@@ -100,29 +100,29 @@ class Exchange(NamedTuple):
 
     @property
     def max_recv_rows(self) -> int:
-        """What any routing needs of an owner: all tokens' choices among its experts."""
+        """Rows an owner receives in the worst routing: all tokens choose among its experts."""
         return sum(self.sizes) * min(self.top_k, self.experts_here)
 
     @property
     def recv_capacity(self) -> int:
-        """Rows that any owner has room for."""
+        """Rows that every owner has room for."""
         return self.max_recv_rows if self.bound < 0 else min(self.bound, self.max_recv_rows)
 
     @property
     def local_engine(self) -> str:
-        """Of this rank's own matmuls, see grouped.py."""
+        """The engine of this rank's own matmuls, see grouped.py."""
         return self.engine if self.engine in ("chunked", "triton") else "auto"
 
     def choices_of(self, p: int) -> slice:
-        """Where rank p's order stands among `orders`."""
+        """The slice of `orders` that holds rank p's order."""
         begin = sum(self.sizes[:p]) * self.top_k
         return slice(begin, begin + self.sizes[p] * self.top_k)
 
 
 class RoutingPlan(NamedTuple):
-    """table int32 [W, E] and orders int32 [T * k], the sources' one after another: the same on all ranks.
+    """table int32 [W, E] and orders int32 [T * k], one source after another: the same on all ranks.
 
-    packed   int32, the plan as kernels read it, for this rank: see PackedIndex; empty for engines of the host
+    packed   int32, this rank's plan in the form that kernels read: see PackedIndex; empty for host engines
     """
 
     table: Tensor
@@ -132,11 +132,11 @@ class RoutingPlan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MoEHandle:
-    """What a combine needs of its dispatch.
+    """The state that a combine needs from its dispatch.
 
-    weights       [T_r, k]    as given, with their graph; zero where a choice is dropped
-    row_weights   [max_rows]  of the rows that this rank's experts got
-    plan, at                  the routing, and who takes part
+    weights       [T_r, k]    as given, with their autograd graph; zero for dropped choices
+    row_weights   [max_rows]  of the rows that this rank's experts received
+    plan, at                  the routing, and the exchange
     offsets       [E_r + 1]   int32
     """
 
@@ -148,7 +148,7 @@ class MoEHandle:
 
     @property
     def counts(self) -> Tensor:
-        """int32 [E]: rows of every expert, of all ranks' tokens."""
+        """int32 [E]: rows of every expert, over all ranks' tokens."""
         return self.plan.table.sum(0, dtype=torch.int32)
 
 
@@ -156,7 +156,7 @@ class MoEHandle:
 
 
 def place_of(group: Group | None, x: Tensor) -> Place:
-    """The group's, or without one that of rank 0 of 1."""
+    """The place of `group`, or rank 0 of 1 without a group."""
     return alone(x.device.type) if group is None else place(group)
 
 
@@ -174,7 +174,7 @@ def make_plan(
     weights_sum: float | None = None,
     comm_dtype: str = "",
 ) -> tuple[RoutingPlan, Exchange]:
-    """Check what moe_dispatch was given and make the plan of all ranks. Whether there is room is not looked at."""
+    """Check the arguments of moe_dispatch and make the plan of all ranks. Does not check whether there is room."""
     check_choices(x, expert_ids, weights, num_experts, at)
     who = f"rank {at.rank}: "
     if num_experts < 1 or num_experts % at.world_size:
@@ -202,14 +202,14 @@ def make_plan(
 def usual_room(
     group: Group | None, x: Tensor, expert_ids: Tensor, num_experts: int, sizes: Sequence[int] | None, engine: str
 ) -> int | None:
-    """Rows that experts of a layer have room for by default: SHARES even shares, T k / W each.
+    """Rows that a layer's experts have room for by default: SHARES even shares, T k / W each.
 
-    None, for no limit, where any routing takes no more than that or than SMALL bytes, where no rows are kept for
-    backward, where no kernel runs, and where the host cannot wait. The arguments are those of moe_dispatch.
+    None means no limit: if the worst routing takes no more than that, or than SMALL bytes; if no rows are kept for
+    backward; if no kernel runs; or if the host cannot wait. The arguments are those of moe_dispatch.
     """
     at = place_of(group, x)
     with propagate_errors(at):
-        (low,) = as_autocast(at.device_type, x[:0])  # as rows travel
+        (low,) = as_autocast(at.device_type, x[:0])  # for the dtype in which rows travel
         if expert_ids.dim() != 2 or _engine_of(at.name, engine, low.dtype) != "triton":
             return None
         tokens = x.shape[0] * at.world_size if sizes is None else sum(sizes)
@@ -221,7 +221,7 @@ def usual_room(
 
 
 def may_wait() -> bool:
-    """Whether the host may wait for the device: not while anything is compiled or captured."""
+    """Whether the host may wait for the device: not during compilation or graph capture."""
     return not torch.compiler.is_compiling() and not is_capturing()
 
 
@@ -234,7 +234,7 @@ def _engine_of(group: str, engine: str, dtype: torch.dtype) -> str:
 
 
 def choose(comm: Communicator, engine: str, dtype: torch.dtype) -> Choice:
-    """Which engine runs an exchange, and why. Raises ValueError for one that cannot run here."""
+    """Which engine runs an exchange, and why. Raises ValueError if the requested one cannot run here."""
     if comm.world_size == 1 and engine in (*engines.ENGINES, "local"):
         return Choice("local", "a group of one rank has nothing to communicate")
     if engine not in engines.ENGINES:
@@ -250,23 +250,23 @@ def choose(comm: Communicator, engine: str, dtype: torch.dtype) -> Choice:
         return Choice("collective", f"no kernels for {dtype} on this device; the host waits to learn what goes where")
     if engine in OF_KERNELS:
         engines.check_triton(comm, dtype, engine)
-        engine = "triton"  # multimem is one of all-reduces
+        engine = "triton"  # only all-reduces have multimem
     elif engine == "chunked" and not on_cpu:
         raise ValueError("engine 'chunked' of a mixture of experts reads peers' memory on the host: CPU only")
     return Choice(engine, "asked for")
 
 
 def as_chosen(name: str, comm: Communicator, spec: Spec, rows: Rows, shared: Shared) -> Choice:
-    """The engine of one call is that of its exchange, chosen by the dtype of x; scalars go the same way."""
+    """Every call uses its exchange's engine, chosen by the dtype of x; the scalars use it too."""
     return Choice(spec.engine, "chosen for the exchange")
 
 
 def sort_choices(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """expert_ids [T, k], -1 of dropped choices -> (counts [E], order [T * k]), int32. Nothing waits for the device."""
+    """expert_ids [T, k], -1 for dropped choices -> (counts [E], order [T * k]), int32. The host does not wait."""
     keys = expert_ids.reshape(-1)
     keys = torch.where(keys < 0, num_experts, keys)
     if keys.device.type == "cpu" and num_experts <= torch.iinfo(torch.int16).max:
-        order = torch.from_numpy(keys.to(torch.int16).numpy().argsort(kind="stable"))  # by radix, for 16 bits
+        order = torch.from_numpy(keys.to(torch.int16).numpy().argsort(kind="stable"))  # a radix sort for 16 bits
         return keys.bincount(minlength=num_experts)[:num_experts].to(torch.int32), order.to(torch.int32)
     by_expert, order = torch.sort(keys, stable=True)
     bounds = torch.arange(num_experts + 1, dtype=keys.dtype, device=keys.device)
@@ -288,7 +288,7 @@ def _plan_by_collective(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
 
 
 def _plan_in_place(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
-    """On CPU: every rank reads its peers' counts and orders where they lie."""
+    """On CPU: every rank reads its peers' counts and orders in place."""
     at = Exchange.of(call.spec, max_rows)
     lengths = [at.num_experts + n * at.top_k for n in at.sizes]
     words = torch.cat(sort_choices(expert_ids, at.num_experts))
@@ -300,7 +300,7 @@ def _plan_in_place(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
 
 
 def _plan_for_kernels(call: Call, expert_ids: Tensor, max_rows: int) -> Parts:
-    """As _plan_by_collective, on the device by two kernels."""
+    """Like _plan_by_collective, with two kernels on the device."""
     at = Exchange.of(call.spec, max_rows)
     words, places = sorted_words(expert_ids, at.num_experts)
     table, orders, _ = _gathered(call, words, at)
@@ -357,7 +357,7 @@ def offsets_of(plan: RoutingPlan, at: Exchange) -> Tensor:
 
 
 class Block(NamedTuple):
-    """Choices of `source` for one expert of this rank: `size` rows from `row` on, `begin` on in the order."""
+    """Choices of `source` for one expert of this rank: `size` rows from `row` on; from `begin` on in the order."""
 
     source: int
     row: int
@@ -366,14 +366,14 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """The table as this rank's host integers.
+    """The table on the host, for this rank.
 
     lengths   [source][owner]  choices that travel
-    rows      [owner]          of its experts
+    rows      [owner]          rows of its experts
     sent      [source]         choices that are not dropped
     received  [source]         rows of this rank's experts
-    begins    [source]         where they begin in the source's order
-    each      in the order of this rank's rows: by expert, then by source; none is empty
+    begins    [source]         where these begin in the source's order
+    each      the non-empty blocks in the order of this rank's rows: by expert, then by source
     """
 
     def __init__(self, table: Tensor, at: Exchange) -> None:
@@ -394,7 +394,7 @@ class Blocks:
                     row, begins[source] = row + n, begins[source] + n
 
     def check_room(self, at: Exchange) -> None:
-        """Raises ValueError, on all ranks alike, where an owner has more rows than there is room for."""
+        """Raises ValueError, on all ranks, if any owner has more rows than it has room for."""
         for owner, rows in enumerate(self.rows):
             if rows > at.recv_capacity:
                 raise ValueError(
@@ -403,18 +403,18 @@ class Blocks:
                 )
 
     def of(self, source: int) -> list[Block]:
-        """Those of one source."""
+        """The blocks of one source."""
         return [block for block in self.each if block.source == source]
 
 
 def host_knows(plan: RoutingPlan, at: Exchange) -> bool:
-    """Whether the host reads the plan anyhow, in eager code: on CPU, and for the process group's all_to_all."""
+    """Whether the host reads the plan anyway, in eager code: on CPU, and for the process group's all_to_all."""
     on_host = plan.table.device.type == "cpu" or at.engine == "collective"
     return on_host and not torch.compiler.is_compiling()
 
 
 def known_room(plan: RoutingPlan, at: Exchange) -> Exchange:
-    """Where the host knows the plan: ValueError on all ranks where one has too many rows, room for no more else."""
+    """If the host knows the plan: ValueError on all ranks if one has too many rows, else max_rows trimmed to fit."""
     if not host_knows(plan, at):
         return at
     blocks = Blocks(plan.table, at)
@@ -422,7 +422,7 @@ def known_room(plan: RoutingPlan, at: Exchange) -> Exchange:
     return at if at.bound >= 0 or at.engine == "triton" else at._replace(max_rows=blocks.rows[at.rank])
 
 
-# -- the plan as kernels read it, on the device ----------------------------------------------------------------------
+# -- the plan on the device, in the form that kernels read -----------------------------------------------------------
 
 
 class PackedIndex(NamedTuple):
@@ -431,18 +431,18 @@ class PackedIndex(NamedTuple):
     n[s, o]      rows from source s to owner o, a segment
     begins       [W + 1]      this rank's order: where the segment for each owner begins, and where the last one ends
     sources      [W + 1]      this rank's rows by (source, expert, choice): where the segment of each source begins
-    at_owners    [W]          where this rank's segment begins among each owner's rows, so ordered
+    at_owners    [W]          where this rank's segment begins among each owner's rows in that same order
     in_sources   [W]          where this rank's segment begins in each source's order
     totals       [W]          rows of each owner
-    blocks       [W * E_r + 1]   so ordered: where the rows of each source for each expert begin
-    arrivals     [max_rows]   by (source, expert, choice) -> by (expert, source, choice)
-    origins      [max_rows]   and back
+    blocks       [W * E_r + 1]   in the order of `sources`: where the rows of each source for each expert begin
+    arrivals     [max_rows]   position by (source, expert, choice) -> position by (expert, source, choice)
+    origins      [max_rows]   the inverse of arrivals
     offsets      [E_r + 1]    where each expert of this rank begins among its rows, and where the last one ends
-    to, to_places   [max_rows]   the source of each of this rank's rows, and where it stands in that source's order
+    to, to_places   [max_rows]   the source of each of this rank's rows, and its position in that source's order
     counts       [E]          rows of every expert, of all owners
-    places       [T_r k]      where each choice of this rank stands in its order
+    places       [T_r k]      the position of each choice of this rank in its order
 
-    What has max_rows entries, as many as any owner has room for, is undefined past the last row.
+    Tensors with max_rows entries, the room of every owner, are undefined past the last row.
     """
 
     begins: Tensor
@@ -472,17 +472,17 @@ def _padded_lengths(at: Exchange) -> list[int]:
 
 
 def index_size(at: Exchange) -> int:
-    """Elements of what `packed_index` makes."""
+    """Elements of the tensor that `packed_index` returns."""
     return sum(_padded_lengths(at))
 
 
 def unpacked(index: Tensor, at: Exchange) -> PackedIndex:
-    """What `packed_index` made."""
+    """Split the tensor of `packed_index` into its parts."""
     return PackedIndex(*index.split(_padded_lengths(at)))
 
 
 def plans_by_kernel(device: torch.device) -> bool:
-    """Whether kernels make indices there, in code that is not being traced."""
+    """Whether kernels make the index on this device; not while tracing."""
     traced = torch.compiler.is_compiling() or _len_torch_dispatch_stack()
     return device.type != "cpu" and not traced and runs_kernels(device)
 
@@ -490,7 +490,7 @@ def plans_by_kernel(device: torch.device) -> bool:
 def packed_index(table: Tensor, places: Tensor, at: Exchange) -> Tensor:
     """table [W, E] and places [T_r k] -> a PackedIndex as one int32 tensor.
 
-    Shapes are known on the host, values stay on the device. By a kernel where there is one for it.
+    Shapes are known on the host, values stay on the device. Uses a kernel where kernels run.
     """
     if not plans_by_kernel(table.device):
         return index_formula(table, places, at)
@@ -502,7 +502,7 @@ def packed_index(table: Tensor, places: Tensor, at: Exchange) -> Tensor:
 
 
 def index_formula(table: Tensor, places: Tensor, at: Exchange) -> Tensor:
-    """`packed_index` in torch; whoever reads what is undefined is far out of bounds."""
+    """`packed_index` in torch. Undefined entries are far out of bounds, so that reading one is noticed."""
     w, r, each, room = at.world_size, at.rank, at.experts_here, at.recv_capacity
     here = slice(r * each, (r + 1) * each)
     table = table.long()
@@ -527,31 +527,31 @@ def index_formula(table: Tensor, places: Tensor, at: Exchange) -> Tensor:
 
 
 def _begins(counts: Tensor) -> Tensor:
-    """[n] -> [n + 1]: where each begins, and where the last one ends."""
+    """counts [n] -> [n + 1]: where each begins, and where the last one ends."""
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def _new_rows(begins: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """[rows]: where each goes if block b, which begins at begins[b], begins at targets.flatten()[b]."""
+    """[rows]: the new position of each row when block b moves from begins[b] to targets.flatten()[b]."""
     row = torch.arange(rows, device=begins.device)
     block = torch.searchsorted(begins[1:], row, right=True).clamp(max=begins.shape[0] - 2)
     return targets.reshape(-1)[block] + row - begins[block]
 
 
 def own_places(plan: RoutingPlan, at: Exchange) -> Tensor:
-    """[T_r k]: where each choice of this rank stands in its order."""
+    """[T_r k]: the position of each choice of this rank in its order."""
     if plan.packed.shape[0]:
         return unpacked(plan.packed, at).places[: at.tokens * at.top_k]
     return places_of(plan.orders[at.choices_of(at.rank)])
 
 
 def places_of(order: Tensor) -> Tensor:
-    """order [T * k], a permutation -> where each choice stands in it, int64."""
+    """order [T * k], a permutation -> the position of each choice in it, int64."""
     places = torch.empty(order.shape[0], dtype=torch.int64, device=order.device)
     return places.scatter_(0, order.long(), torch.arange(order.shape[0], device=order.device))
 
 
-# -- its kernels -----------------------------------------------------------------------------------------------------
+# -- the launchers of the kernels ------------------------------------------------------------------------------------
 
 
 def sorted_words(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -565,7 +565,7 @@ def sorted_words(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def plan_sort(expert_ids: Tensor, num_experts: int, block: int = SORT_BLOCK) -> tuple[Launch, Tensor, Tensor]:
-    """The launch of a sort by choice, not yet run, and what it makes."""
+    """The launch that sorts choices by expert, not yet run, and its outputs."""
     from fusedtp.kernels.moe_plan import moe_sort_kernel
 
     ids = expert_ids.reshape(-1).contiguous()
@@ -578,7 +578,7 @@ def plan_sort(expert_ids: Tensor, num_experts: int, block: int = SORT_BLOCK) -> 
 
 
 def plan_index(table: Tensor, index: Tensor, at: Exchange, block: int = 1024) -> tuple[Launch, PackedIndex]:
-    """The launch that fills `index`, but for `places`; and its parts."""
+    """The launch that fills all parts of `index` except `places`; and the parts."""
     from fusedtp.kernels.moe_plan import moe_index_kernel
 
     parts, w, each = unpacked(index, at), at.world_size, at.experts_here
@@ -597,11 +597,11 @@ def plan_index(table: Tensor, index: Tensor, at: Exchange, block: int = 1024) ->
     return Launch(moe_index_kernel, w * each + w + 1, args, Config(0, 0, 0, num_warps=4)), parts
 
 
-# -- what users can get wrong ----------------------------------------------------------------------------------------
+# -- argument checks -------------------------------------------------------------------------------------------------
 
 
 def check_choices(x: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, at: Place) -> None:
-    """Raises ValueError for choices that do not fit x, and on CPU, where looking costs no wait, for their values."""
+    """Raises ValueError for choices that do not fit x, and on CPU, where reading needs no wait, for invalid values."""
     who = f"rank {at.rank}: "
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"{who}x is {x.dtype} {tuple(x.shape)}; wanted floating-point tokens [T_r, K]")
@@ -634,7 +634,7 @@ def _check_values(ids: Tensor, weights: Tensor, num_experts: int, at: Place) -> 
     if twice.any():
         t, j = twice.nonzero()[0].tolist()
         raise ValueError(f"{who}token {t} chose expert {int(ordered[t, j])} twice: {ids[t].tolist()}")
-    if weights.sum().isfinite():  # in one pass; a sum may overflow where no weight does
+    if weights.sum().isfinite():  # one pass; the sum may overflow even if all weights are finite
         return
     bad = ~weights.isfinite() & (ids >= 0)
     if bad.any():
@@ -643,7 +643,7 @@ def _check_values(ids: Tensor, weights: Tensor, num_experts: int, at: Place) -> 
 
 
 def _check_sums(ids: Tensor, weights: Tensor, wanted: float, at: Place) -> None:
-    """Each of k weights has a few roundings (a score, a sum of k, a quotient, the scale); their sum here has none."""
+    """Each of k weights carries a few roundings (a score, a sum of k, a quotient, the scale); this sum is exact."""
     wide = weights.double()
     sums, k = wide.sum(1), ids.shape[1]
     explained = (k + 8) * torch.finfo(weights.dtype).eps * wide.abs().sum(1).clamp(min=abs(wanted))
@@ -654,7 +654,7 @@ def _check_sums(ids: Tensor, weights: Tensor, wanted: float, at: Place) -> None:
 
 
 def check_outputs(y: Tensor, at: Exchange, name: str = "y", width: str = "N") -> None:
-    """Raises ValueError for rows of another number than were dispatched."""
+    """Raises ValueError if the number of rows differs from the number dispatched."""
     if y.dim() != 2 or y.shape[0] != at.max_rows:
         raise ValueError(
             f"rank {at.rank}: {name} has shape {tuple(y.shape)}, wanted [{at.max_rows}, {width}] as it was dispatched"
@@ -662,5 +662,5 @@ def check_outputs(y: Tensor, at: Exchange, name: str = "y", width: str = "N") ->
 
 
 def without_dropped(weights: Tensor, expert_ids: Tensor, x: Tensor) -> Tensor:
-    """Zero where a choice is dropped (0 * NaN is NaN), in the dtype that sums of x are made in."""
+    """The weights in the dtype of sums of x, with zeros for dropped choices (0 * NaN is NaN)."""
     return weights.masked_fill(expert_ids < 0, 0.0).to(torch.promote_types(x.dtype, torch.float32))

@@ -1,18 +1,18 @@
-"""An exchange in rounds, where an owner has room for fewer rows than come: M at a time.
+"""An exchange in rounds: an owner that has room for fewer rows than arrive receives M at a time.
 
     rows of an owner    | 0 .. M-1 | M .. 2M-1 | 2M .. |      by (expert, source, choice), as always
                           round 0    round 1     round 2
-    a round             dispatch of its choices -> the experts -> the sum of each token's choices that are in it
+    a round             dispatch its choices -> the experts -> sum each token's choices in this round
     y                   the sum of the rounds
 
-The plan is made once; what a round moves follows from it on the device: row r of an owner is in round r // M. A round's
-plan is a plan like any other. Its table holds the part of each block that lies in the round's window, and in its orders
-the choices of the round come first; the others come after them, as dropped ones do. What an owner takes from a source
-in a round are neighbours in the source's order: blocks of consecutive experts, of which the first and the last may be
-cut. So a round's orders are copies of pieces, and no sort (`moe_window_kernel` in kernels/moe_plan.py).
+The plan is made once, and each round's share is derived from it on the device: row r of an owner is in round r // M. A
+round's plan is an ordinary plan. Its table holds the part of each block that lies in the round's window. Its orders
+list the choices of the round first; the others follow, like dropped choices. The rows that an owner takes from a source
+in a round are contiguous in the source's order: blocks of consecutive experts, of which the first and the last may be
+partial. So a round's orders are copied pieces and need no sort (`moe_window_kernel` in kernels/moe_plan.py).
 
-A token with choices in several rounds is summed round by round, each time rounded to its dtype. A choice's weight gets
-its gradient in one round and zeros in the others. (A zero may lose its sign.)
+A token with choices in several rounds is summed round by round and rounded to its dtype each time. A choice's weight
+gets its gradient in one round and zeros in the others. (A zero may lose its sign.)
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from .plan import (
     without_dropped,
 )
 
-STEPS = 16  # sizes of what kernels have room for, up to the bound
+STEPS = 16  # number of different max_rows that kernels are launched with, up to the bound
 
 
 class Mlp(NamedTuple):
-    """Experts down (act(gate x) * (up x)), or down act(up x), whose matmuls run while rows travel.
+    """Experts down (act(gate x) * (up x)), or down act(up x); their matmuls run while rows travel.
 
     gate, up    [E / W, F, K]  of this rank's experts; gate None: ungated
     down        [E / W, N, F]
     act         gated: the name of the activation, see grouped_gated
-                ungated: a function of up's product, which draws no random numbers
+                ungated: a function of up's product; it must not draw random numbers
     """
 
     gate: Tensor | None
@@ -72,10 +72,10 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 class RecvUsage(NamedTuple):
-    """What an exchange in rounds used of its owners' capacity, on the device.
+    """How much of its owners' capacity an exchange in rounds used, on the device.
 
     bound    rows that an owner has room for
-    used     int32 [W]   rows that every owner got, in all rounds
+    used     int32 [W]   rows that every owner received, over all rounds
     rounds   int32 []    rounds in which rows moved
     """
 
@@ -102,24 +102,24 @@ def moe_rounds(
     """Dispatch, experts and combine with room for max_rows rows, in as many rounds as that takes.
 
         x, expert_ids, weights, num_experts, group, sizes, engine, weights_sum, comm_dtype    as in moe_dispatch
-        compute      an Mlp, or (rows [R, K], offsets [E / W + 1]) -> y [R, N] with R <= max_rows, once a round; each
-                     row by itself
+        compute      an Mlp, or (rows [R, K], offsets [E / W + 1]) -> y [R, N] with R <= max_rows, called once per
+                     round; it must treat each row independently
         max_rows     at least 1, the same on all ranks
         return       y [T_r, N], and RecvUsage
 
-    If all rows fit one round, the result and all gradients have the bits of the calls without a bound: moe_dispatch and
-    moe_combine around compute, or with an Mlp moe_dispatch_gated (or moe_dispatch_matmul) and moe_matmul_combine. If
-    not, y, dx and the gradients of what compute uses are added up round by round, in their own dtype; a choice's weight
-    gets its gradient from the one round that moved its row.
+    If all rows fit in one round, the result and all gradients are bitwise equal to those of the unbounded calls:
+    moe_dispatch and moe_combine around compute, or with an Mlp moe_dispatch_gated (or moe_dispatch_matmul) and
+    moe_matmul_combine. If not, y, dx and the gradients of compute's parameters are accumulated round by round, in their
+    own dtype; a choice's weight gets its gradient from the one round that moved its row.
 
-    There are as many rounds as the fullest owner needs, the same number on all ranks; on a GPU the host waits once to
-    learn it. Where it cannot, under torch.compile and while a graph is captured, there are as many as any routing may
-    need, ceil(T min(k, E / W) / max_rows), and those without rows end at once.
+    The fullest owner determines the number of rounds, the same on all ranks; on a GPU the host waits once to learn it.
+    Under torch.compile and during graph capture it cannot wait, and the number is the most that any routing needs,
+    ceil(T min(k, E / W) / max_rows); rounds without rows return at once.
 
-    Rounds after the first keep x alone for backward: they are repeated there, so that at most two rounds' rows are held
-    at a time, the first one's and the repeated one's. (Not under torch.compile.) A split backward repeats them in both
-    passes, between which torch holds one gradient of each round, of the rows that combine sends.
-    Raises what moe_dispatch raises, but not for too many rows; ValueError for max_rows below 1.
+    Rounds after the first save only x for backward and are recomputed there, so that at most two rounds' rows are in
+    memory at a time: the first round's and the recomputed one's. (Not under torch.compile.) A split backward recomputes
+    them in both passes; in between, torch holds one gradient per round, that of the rows that combine sends.
+    Raises what moe_dispatch raises, except for too many rows; ValueError for max_rows below 1.
     """
     at = place_of(group, x)
     with propagate_errors(at):
@@ -127,7 +127,7 @@ def moe_rounds(
             raise ValueError(f"rank {at.rank}: max_rows is {max_rows}; a round moves at least 1 row")
         if isinstance(compute, Mlp):
             _check_act(at, compute)
-            if not comm_dtype:  # which is made of x as it was given
+            if not comm_dtype:  # comm_dtype quantizes the original x
                 (x,) = as_autocast(x.device.type, x)
         plan, where = make_plan(
             x, expert_ids, weights, num_experts, at, max_rows=max_rows, sizes=sizes, engine=engine, layer=layer,
@@ -142,7 +142,7 @@ def moe_rounds(
     if isinstance(compute, Mlp):
         compute, random = _cast_once(compute, x, comm_dtype), False
     if torch.is_grad_enabled():
-        x = x.clone()  # backward reads it, and may not depend on whether one round was enough
+        x = x.clone()  # backward reads it later: an in-place change of x must not matter, whatever the number of rounds
     y: Any = None
     for i in range(-(-most // max_rows)):
         here = _fitted(where, found, i)._replace(several=True)
@@ -156,7 +156,7 @@ def moe_rounds(
 
 
 def _cast_once(experts: Mlp, x: Tensor, comm_dtype: str) -> Mlp:
-    """As autocast has them, in all rounds the same; their gradients still go to a main_grad."""
+    """Apply autocast once for all rounds; gradients still go to main_grad."""
 
     def cast(w: Tensor | None) -> Tensor | None:
         if w is None or comm_dtype:
@@ -180,10 +180,10 @@ def _check_act(at: Place, experts: Mlp) -> None:
 
 
 def _one_round(x: Tensor, weights: Tensor, compute: Compute | Mlp, plan: RoutingPlan, at: Exchange) -> Tensor:
-    """x [T_r, K], weights [T_r, k], 0 of dropped choices -> the weighted sums of the choices in the plan, [T_r, N]."""
+    """x [T_r, K], weights [T_r, k], 0 for dropped choices -> weighted sums of the choices in the plan, [T_r, N]."""
     if not isinstance(compute, Mlp):
         rows, offsets, handle = dispatch(x, weights, plan, at)
-        with propagate_errors(place(at.group)):  # the other ranks wait for what compute makes
+        with propagate_errors(place(at.group)):  # the other ranks wait for the result of compute
             y = compute(rows, offsets)
         return moe_combine(y, handle)
     gate, up, down, act = compute
@@ -197,7 +197,7 @@ def _one_round(x: Tensor, weights: Tensor, compute: Compute | Mlp, plan: Routing
 
 def _usage(plan: RoutingPlan, at: Exchange) -> RecvUsage:
     if plan.packed.shape[0]:
-        used = unpacked(plan.packed, at).totals[: at.world_size].clone()  # not a view, which would hold all of it
+        used = unpacked(plan.packed, at).totals[: at.world_size].clone()  # a view would keep all of `packed` alive
     else:
         used = plan.table.view(at.world_size, at.world_size, at.experts_here).sum((0, 2), dtype=torch.int32)
     return RecvUsage(at.bound, used, (used.max() + at.bound - 1) // at.bound)
@@ -211,9 +211,9 @@ def _rows_of_owners(plan: RoutingPlan, at: Exchange) -> list[int]:
 
 
 def _fitted(at: Exchange, found: Sequence[int] | None, i: int) -> Exchange:
-    """The exchange of round i, with room for what comes where the host knows it.
+    """The exchange of round i, with max_rows trimmed to the rows that arrive if the host knows them.
 
-    Of kernels with the same room on all ranks, and of few sizes, as each is a launch that has to be prepared.
+    For kernels, max_rows is equal on all ranks and takes few values, because each value needs its own prepared launch.
     """
     if found is None:
         return at
@@ -227,13 +227,13 @@ def _fitted(at: Exchange, found: Sequence[int] | None, i: int) -> Exchange:
 
 
 class Windows:
-    """The plans of the rounds, from the plan of all rows. Nothing here waits for the device.
+    """The plans of the rounds, from the plan of all rows. The host never waits for the device here.
 
-    Where kernels run, one makes table and orders of a round, another one its index. In torch:
+    Where kernels run, one makes a round's table and orders and another its index. In torch:
 
     begins   int64 [W, E]    the owner's row where each block begins
-    source   int64 [T k]     of each entry of the orders
-    round    int64 [T k]     in which that choice's row moves; -1 of dropped ones
+    source   int64 [T k]     the source of each entry of the orders
+    round    int64 [T k]     the round in which that choice's row moves; -1 for dropped choices
     """
 
     def __init__(self, plan: RoutingPlan, at: Exchange) -> None:
@@ -249,7 +249,7 @@ class Windows:
         begins = by_owner.cumsum(1) - by_owner
         self.begins = begins.view(w, each, w).permute(2, 0, 1).reshape(w, w * each)
         sizes = torch.cat([self.counts.new_full((1,), n * at.top_k) for n in at.sizes])
-        # blocks in the order of the orders; each source's last one holds its dropped choices
+        # blocks as they lie in the orders; each source's last block holds its dropped choices
         blocks = torch.cat([self.counts, (sizes - self.counts.sum(1))[:, None]], 1).reshape(-1)
         rows = torch.cat([self.begins, self.begins.new_zeros(w, 1)], 1).reshape(-1)
         ends = blocks.cumsum(0)
@@ -260,7 +260,7 @@ class Windows:
         self.round = torch.where(block % (w * each + 1) == w * each, -1, row // at.bound)
 
     def plan(self, i: int, at: Exchange) -> RoutingPlan:
-        """Of round i."""
+        """The plan of round i."""
         if self.by_kernel:
             window, made = plan_window(self.given, i, at)
             window.start(made.table.device)
@@ -277,10 +277,10 @@ class Windows:
 
 
 def plan_window(plan: RoutingPlan, i: int, at: Exchange, block: int = 256) -> tuple[Launch, RoutingPlan]:
-    """The launch that makes the plan of round i but for its index, whose `places` it fills too, and that plan.
+    """The launch that makes round i's plan, and that plan. Of the index it fills only `places`.
 
-    Of the orders only this rank's and what its experts take of others' are made; choices of other rounds have no place
-    (T_r k stands for it).
+    Of the orders it writes only this rank's and the parts of the others' that its experts take. A choice of another
+    round has no place; its entry is T_r k.
     """
     from fusedtp.kernels.moe_plan import moe_window_kernel
 

@@ -1,16 +1,16 @@
-"""An exchange in two stages, where links between nodes are slower than those within.
+"""An exchange in two stages, for links between nodes that are slower than those within a node.
 
     token ---- between nodes ----> relay ---- within the node ----> experts
                once to each node that has one of its experts        once for each of them
 
-N nodes of L ranks; rank (n, l) is at place l of node n, and node n has the experts n E / N, ..., of which place l has
-the l-th part. A token of rank (n, l) goes over `between`, the ranks at place l of all nodes, to at most N relays
-(m, l), its ids and weights along with it; the relay dispatches it to the experts of its node over `within`. On the way
-back a relay sums what its node's experts made of a token, in fp32, rounded once, and the token's rank sums over nodes.
+There are N nodes of L ranks; rank (n, l) is at place l of node n. Node n has the experts n E / N, ...; place l has the
+l-th part of them. A token of rank (n, l) goes over `between`, the ranks at place l of all nodes, to at most N relays
+(m, l), together with its ids and weights. The relay dispatches it to the experts of its node over `within`. On the way
+back a relay sums its node's outputs for a token, in fp32, rounded once, and the token's rank sums over nodes.
 
-So between nodes one row travels for each pair of a token and a node, not for each choice (DeepSeek-V3, section 3.2.2),
-and a sum has one rounding more than in one stage. Rows of an expert are by the place, node and place in the batch of
-their tokens.
+So between nodes one row travels per (token, node) pair, not per choice (DeepSeek-V3, section 3.2.2), and a sum has one
+more rounding than in one stage. An expert's rows are ordered by their token's place, then node, then position in the
+batch.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ def moe_in_stages(
     comm_dtype: str = "",
     layer: str = "",
 ) -> Tensor:
-    """Dispatch, experts and combine, by way of one relay a node.
+    """Dispatch, experts and combine, through one relay per node.
 
         x, expert_ids, weights    as in moe_dispatch
-        between      ranks at this one's place of every node, in the order of nodes; None: there is one node
-        within       ranks of this node, in the order of places; None: a node is one rank
+        between      the ranks at this rank's place of every node, in node order; None: there is one node
+        within       the ranks of this node, in place order; None: a node is one rank
         compute      (rows [R, K] of this rank's experts, offsets [E / (N L) + 1] int32) -> y [R, N']
-        sizes        tokens of every rank, sizes[node][place]; default as many as here on all of them
-        engine, engine_between    of the two stages' exchanges; comm_dtype: of the rows in both
+        sizes        tokens of every rank, sizes[node][place]; default: as many as here on all of them
+        engine, engine_between    of the exchanges within and between nodes; comm_dtype: of the rows in both
         return       [T_r, N']
 
-    Gradients reach x, the weights, and what compute uses. A relay has room for the tokens of all ranks at its place.
-    Raises ValueError as moe_dispatch does, and for num_experts that do not divide among all ranks.
+    Gradients reach x, the weights, and the parameters of compute. A relay has room for the tokens of all ranks at its
+    place. Raises ValueError as moe_dispatch does, and if num_experts is not a multiple of the number of ranks.
     """
     outer, inner = place_of(between, x), place_of(within, x)
     nodes, places = outer.world_size, inner.world_size
     with (
         propagate_errors(inner),
         propagate_errors(outer),
-    ):  # a fault in the first stage is one of this node's too
+    ):  # an error in the first stage also concerns this node's ranks
         if num_experts % (nodes * places):
             raise ValueError(
                 f"node {outer.rank}, place {inner.rank}: num_experts is {num_experts}, no multiple of {nodes} nodes x "
@@ -110,23 +110,23 @@ def _sizes(x: Tensor, sizes: Sequence[Sequence[int]] | None, outer: Place, inner
 
 
 def _nodes(expert_ids: Tensor, each: int, nodes: int) -> Tensor:
-    """expert_ids [T, k] -> [T, N]: n where the token goes to node n, else -1."""
+    """expert_ids [T, k] -> [T, N]: n if the token goes to node n, else -1."""
     every = torch.arange(nodes, dtype=expert_ids.dtype, device=expert_ids.device)
     of_choice = torch.div(expert_ids, each, rounding_mode="floor")  # -1 stays below zero
     return torch.where((of_choice[:, :, None] == every).any(1), every, -1)
 
 
 def _with_ids(expert_ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, 2 k] of numbers that hold both exactly (ids below 2**24)."""
+    """[T, 2 k]: ids and weights in a dtype that holds both exactly (ids below 2**24)."""
     wide = accumulator(dtype)
     return torch.cat([expert_ids.to(wide), weights.to(wide)], 1)
 
 
 def _of_node(choices: Tensor, offsets: Tensor, node: int, each: int) -> tuple[Tensor, Tensor]:
-    """choices [R, 2 k] of the tokens that arrived -> ids among this node's experts, -1 of others, and their weights:
+    """choices [R, 2 k] of the tokens that arrived -> ids among this node's experts, -1 for others, and their weights:
 
-    [R, min(k, experts of this node)] each, a token's choices in their order.
-    Rows past offsets[-1] are undefined: they choose no expert.
+    [R, min(k, experts of this node)] each, with a token's choices in order.
+    Rows past offsets[-1] are undefined on input and choose no expert.
     """
     ids, weights = choices.chunk(2, 1)
     arrived = torch.arange(choices.shape[0], device=choices.device)[:, None] < offsets[-1]
