@@ -57,8 +57,8 @@ class Gpu:
     """A rank's GPU: SMs, a cache, and the resources that its programs share.
 
     Note [Cache]: programs walk their operands at the same pace. So if a load starts together with an earlier load of
-    the same addresses, all of it hits the cache. A later load hits too, if no more bytes than the size of the cache have
-    gone through memory since then.
+    the same addresses, all of it hits the cache. A later load also hits if no more bytes than the size of the cache
+    have gone through memory since then.
     """
 
     def __init__(self, events: Events, node: Node) -> None:

@@ -72,8 +72,7 @@ class Waits:
             self._turns.later(0.0, lambda: self._turns.go(actor))
 
     def once_more(self) -> bool:
-        """No events are left. Wake all sleepers for some more rounds: a program may read a word without waiting for it.
-        """
+        """No events are left. Wake all sleepers for a few more rounds: one may read a word without waiting for it."""
         self._vain += 1
         sleeping = [actor for actor in self._turns.live if actor.asleep]
         if self._vain <= VAIN_ROUNDS:
