@@ -124,7 +124,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table; 2 for wrong options."""
+    """Print the table; returns 2 for wrong options."""
     options, console = tyro.cli(Options, prog="python -m fusedtp.bench.timed_exchange", args=argv), Console()
     try:
         faults, node = options.faults(), load_node(options.machine)

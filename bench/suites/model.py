@@ -139,7 +139,7 @@ def measure_loss(rank: Rank, case: Case) -> list[Row]:
     sets = rank.copies(operands)
     want = exact(rank, rows, start, *sets[0])
     ways.prepare(sets, lambda _, fn: _gradients(fn))
-    # A logit, a sum of K products of size K^-1/2 each, is rounded once; the loss is at most as far off as logits.
+    # A logit is a sum of K products of size K^-1/2 each, rounded once; the error of the loss is at most a logit's.
     allowed = 4 * (errors.unit(sets[0][0].dtype) + (k + v) * errors.unit(torch.float32))
     found: dict[str, dict[str, Any]] = {}
     for name, fn in ways.functions.items():
@@ -260,7 +260,7 @@ class PlainBlock(nn.Module):
 
 
 def measure_block(rank: Rank, case: Case) -> list[Row]:
-    """Rows of one case. Collective."""
+    """Result rows of one case. Collective."""
     sizes = split(case.tokens, rank.world_size)
     layout = TokenLayout(1, case.tokens, sizes if rank.world_size > 1 else (), rank.rank)
 

@@ -15,7 +15,7 @@ Switch = tuple[int, list[int]]  # the program chosen and all runnable programs, 
 
 
 class Runnable(Protocol):
-    """A program as a strategy sees it."""
+    """The attributes of a program that strategies use."""
 
     rank: int
     slot: int
