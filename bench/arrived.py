@@ -1,17 +1,17 @@
-"""What flags and order cost: a fused kernel whose data is all there before it starts, beside the plain matmul.
+"""The cost of flags and tile order: a fused kernel with all its data already there, against the plain matmul.
 
-One rank's launch, alone on the whole device. What its peers would write is there already, and what it sends goes to
-memory of its own that is never read:
+Launches one rank alone on the whole device. The data from its peers is already there, and the data that it sends goes
+to local memory that is never read:
 
-    flags         of every peer are far ahead: each wait polls once, and passes. Signatures agree
-    gather        the other ranks' shards lie in the slot, where peers would have pushed them; no program sends
-    scatter       the other ranks' partials of the own rows lie in the slot; the kernel's own it waits for, as ever
-    fused         the kernel as every call of the library starts it
-    plain         kernels/matmul.py on the same rows, with the fused launch's tiles, warps and stages, by pointers,
-                  and as many programs as multiply there; for a scatter then torch's sum of the W parts of the own rows
+    flags         those of every peer are far ahead: each wait polls once and passes. Signatures agree
+    gather        the other ranks' shards are in the slot, where peers would have pushed them; no program sends
+    scatter       the other ranks' partials of the local rows are in the slot; the kernel still waits for its own
+    fused         the kernel as started by every call of the library
+    plain         kernels/matmul.py on the same rows, with the fused launch's tiles, warps and stages, by pointers, with
+                  as many programs as multiply there; for a scatter, then torch's sum of the W parts of the local rows
 
-So time(fused) / time(plain) is what arrivals, polls, publishing, the order by shards, and counting cost. TMA, which the
-plain matmul takes by itself on some GPUs, is in neither: the suite `matmul` has that.
+So time(fused) / time(plain) is the cost of arrivals, polls, publishing, the order by shards, and counting. Neither uses
+TMA, which the plain matmul uses by default on some GPUs: the suite `matmul` covers that.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from fusedtp.ops.rows import Rows
 
 Function = Callable[..., Tensor]
 SIGNATURE = 1
-AHEAD = 2**30  # an epoch that no run counts up to
-ALIGNED = 16  # bytes, of every slot
+AHEAD = 2**30  # an epoch that no run reaches
+ALIGNED = 16  # alignment of every slot in bytes
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ways to the same work on a rank's x and w, and who holds the memory that they use."""
+    """Two ways to do the same work on a rank's x and w; `holds` keeps their memory alive."""
 
     fused: Function
     plain: Function
@@ -47,9 +47,9 @@ class Pair:
 
 
 def view_of(rank: int, slots: list[int], device: torch.device, timeout_s: float = 600.0) -> tuple[DeviceView, Any]:
-    """What the kernels of `rank` see of len(slots) ranks at these addresses, everything published; and its memory.
+    """The view of `rank` on len(slots) ranks with slots at these addresses, everything published; and its memory.
 
-    Both slots of a rank are one: the data of every call is the same. The own flags are behind, as they are in a call.
+    Both slots of a rank are the same: every call has the same data. The rank's own flags are behind, as in a call.
     """
     world_size = len(slots)
     flags = torch.full((world_size, world_size, FLAGS_PER_SOURCE), AHEAD, dtype=torch.int32, device=device)
@@ -75,7 +75,7 @@ def view_of(rank: int, slots: list[int], device: torch.device, timeout_s: float 
 
 
 def _like(launch: Launch, programs: int, machine: Machine) -> Function:
-    """x @ w.T by the plain kernel, in the tiles of `launch`."""
+    """x @ w.T by the plain kernel, with the tiles of `launch`."""
     part = replace(machine, programs=max(1, programs))
 
     def run(x: Tensor, w: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def _like(launch: Launch, programs: int, machine: Machine) -> Function:
 def gather(rank: int, rows: Rows, full: Tensor, w: Tensor) -> Pair:
     """all_gather_matmul of `rank`: (x [T_r, K], w [N, K]) -> [T, N], the other ranks' rows from full [T, K].
 
-    w   one that calls will have the shape of
+    w   has the shape of the w of later calls
     """
     world_size, machine = len(rows.sizes), machine_of(full.device)
     view, held = view_of(rank, [full.data_ptr()] * world_size, full.device)
@@ -112,12 +112,12 @@ def gather(rank: int, rows: Rows, full: Tensor, w: Tensor) -> Pair:
 def scatter(rank: int, rows: Rows, parts: Tensor, x: Tensor, w: Tensor) -> Pair:
     """matmul_reduce_scatter of `rank`: (x [T, K], w [N, K]) -> its rows [R, N] of the sum.
 
-    parts   [W, R, N] contiguous: every rank's partials of the own rows, the own overwritten by each call
-    x, w    ones that calls will have the shapes of
+    parts   [W, R, N] contiguous: every rank's partials of the local rows; each call overwrites its own
+    x, w    have the shapes of those of later calls
     """
     world_size, machine = len(rows.sizes), machine_of(parts.device)
     each = rows.batch * max(rows.sizes) * w.shape[0] * parts.element_size()
-    # Of a peer's slot nothing is written but this rank's place in it: that is all there is of it.
+    # The kernel writes only this rank's part of a peer's slot, so only that part is allocated.
     stride = -(-each // ALIGNED) * ALIGNED + 2 * ALIGNED
     elsewhere = torch.empty(world_size * stride, dtype=torch.uint8, device=parts.device)
     slots = []

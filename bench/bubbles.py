@@ -1,11 +1,11 @@
-"""What share of a pipeline step its ranks are idle, in theory: costs to play an order of passes with, and formulas.
+"""The theoretical idle share of a pipeline step: costs for simulating an order of passes, and formulas.
 
-fusedtp/train/bubbles.py plays the order. `Costs` are those of equal stages; torch leaves I of stage 0 empty and does
-both in W.
+fusedtp/train/bubbles.py simulates the order. `Costs` are those of equal stages; torch leaves the pass I of stage 0
+empty and does both in W.
 
-Formulas are of the literature, for p ranks with v stages each and m microbatches, in which a rank's forward, input and
-weight passes of a microbatch take f, i and w. Idle is what they give as the time that a rank waits in a step; its share
-is idle / (m (f + i + w) + idle).
+The formulas are from the literature, for p ranks with v stages each and m microbatches. A rank's forward, input and
+weight passes of a microbatch take f, i and w. A formula gives the idle time of a rank in a step; its share is
+idle / (m (f + i + w) + idle).
 
     GPipe, 1F1B               (p - 1) (f + i + w)        Huang et al. 2019; Narayanan et al. 2021, section 2.2.1
     interleaved 1F1B          (p - 1) (f + i + w) / v    Narayanan et al. 2021, section 2.2.2
@@ -29,7 +29,7 @@ from fusedtp.train.stages import BACKWARD, FORWARD, INPUT, WEIGHT
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that a rank takes for a microbatch, forward, inputs' and weights' gradients, of all its stages."""
+    """Seconds per microbatch for all stages of a rank: forward, input gradients, weight gradients."""
 
     forward: float
     input: float
@@ -40,7 +40,7 @@ class Costs:
         return self.forward + self.input + self.weight
 
     def of(self, kind: str, stage: int, stages: int) -> float:
-        """Of one stage out of `stages` on a rank."""
+        """Seconds of a pass of one stage, out of `stages` on a rank."""
         whole = {
             FORWARD: self.forward,
             BACKWARD: self.input + self.weight,
@@ -50,12 +50,12 @@ class Costs:
         return whole[kind] / stages
 
     def each(self, stages: int) -> Cost:
-        """Of the passes of ranks with so many stages."""
+        """Costs of the passes on ranks with this many stages."""
         return partial(self.of, stages=stages)
 
 
 def formula(schedule: str, ranks: int, stages: int, microbatches: int, costs: Costs) -> float | None:
-    """The share by the literature; None where it has none for these costs."""
+    """The idle share by the literature; None if there is no formula for these costs."""
     f, i, w = costs.forward, costs.input, costs.weight
     idle = {
         "gpipe": f + i + w,

@@ -1,4 +1,4 @@
-"""One case of a benchmark: an operation on a shape, in a dtype, on so many ranks. The linear layers of a fused
+"""One case of a benchmark: an operation with its shape, dtype and number of ranks. The linear layers of a fused
 operation come from its declaration.
 """
 
@@ -22,14 +22,14 @@ from .rivals import ByHand, Column, Nothing, Row
 from .sample import Way
 from .shapes import MODELS, Layer, Model, layers
 
-OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter")  # that have a backward by hand beside theirs
+OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter")  # those with a hand-written backward to compare with
 
 
 Names = tuple[tuple[str, int | str], ...]
 
 
 def named(**shape: int | str) -> Names:
-    """A shape as a row tells it."""
+    """A shape in the form shown in rows."""
     return tuple(shape.items())
 
 
@@ -37,10 +37,10 @@ def named(**shape: int | str) -> Names:
 class Case:
     """T tokens of all ranks through an operation or a part of a model.
 
-    operation   of a declaration (fusedtp/ops/operation.py), or a suite's word for what it runs
-    k, n        of a linear layer: its inputs and outputs, of all ranks together
-    names       the shape as a row tells it, in this order
-    model       what else a suite wants to know: sizes of a model
+    operation   name of a declaration (fusedtp/ops/operation.py), or a suite's own name
+    k, n        for a linear layer: its inputs and outputs, of all ranks together
+    names       the shape as shown in rows, in this order
+    model       other data of a suite, such as sizes of a model
     """
 
     operation: str
@@ -70,11 +70,11 @@ class Case:
         size: int = getattr(torch, self.dtype).itemsize
         return size
 
-    # -- a linear layer, as its operation's declaration has it --
+    # -- a linear layer, from its operation's declaration --
 
     @property
     def example(self) -> Example:
-        """How its operation is called."""
+        """The example in its operation's declaration."""
         found = DECLARED[self.operation].example
         assert found is not None
         return found
@@ -87,24 +87,24 @@ class Case:
 
     @property
     def width(self) -> int:
-        """Of the tensor that travels."""
+        """Width of the tensor that is sent."""
         return self.k if self.example.moves == "gather" else self.n
 
     @property
     def flops(self) -> float:
-        """Of all ranks, forward."""
+        """FLOPs of all ranks, forward."""
         declared = DECLARED.get(self.operation)
         gated = declared is not None and declared.example is not None and declared.example.gated
         return 2.0 * self.tokens * self.k * self.n * (2 if gated else 1)
 
     @property
     def moved(self) -> int:
-        """Bytes that all ranks together receive; of an all-reduce without a switch's help the least."""
+        """Bytes that all ranks together receive; for an all-reduce, the minimum without a switch."""
         once = (self.tp - 1) * self.tokens * self.width * self.itemsize
         return 2 * once if self.example.moves == "all_reduce" else once
 
     def operands(self, rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, w and dy of this rank of a CPU."""
+        """x, w and dy of this rank on a CPU."""
         own, w = self.tokens // world_size, world_size
         gathers = self.example.moves == "gather"
         k, n = (self.k, self.n // w) if gathers else (self.k // w, self.n)
@@ -115,7 +115,7 @@ class Case:
         return x, w_, dy
 
     def draw(self, rank: Rank) -> Callable[[int], tuple[Tensor, ...]]:
-        """seed -> both operands of this rank, such that the result is of the size of one."""
+        """A function seed -> both operands of this rank, scaled so that results have magnitude about one."""
         x, w = self.example.shapes(split(self.tokens, self.tp)[rank.rank], self.tokens, *self.of_rank)
         scale = (self.k if self.example.layer == "row" else x[1]) ** -0.5
 
@@ -126,13 +126,13 @@ class Case:
         return operands
 
     def call(self, rank: Rank, engine: str) -> Callable[..., Tensor]:
-        """The public function of both operands."""
+        """The public function, as a function of both operands."""
         run, group, sizes = self.example.call, rank.group, split(self.tokens, self.tp)
         return lambda x, w: run(x, w, group, sizes, engine)
 
 
 def ways(case: Case, engine: str) -> dict[str, Way]:
-    """What a sample runs of a case on CPU ranks, on the same operands.
+    """The ways to run a case on CPU ranks, on the same operands.
 
     bare   the local matmuls on all ranks at once, no communication
     gloo   the process group's collectives and the same matmuls
@@ -164,7 +164,7 @@ def ways(case: Case, engine: str) -> dict[str, Way]:
 
 
 def layer_cases(plan: Plan, tp: int, operation: str) -> list[Case]:
-    """A declared operation on each model's layers of its kind, tokens and dtype; small before large."""
+    """A declared operation for all tokens, matching layers of each model, and dtypes; small sizes first."""
     example = DECLARED[operation].example
     assert example is not None
     of = [layer for model in plan.shapes for layer in layers(model, tp) if layer.kind == example.layer]
@@ -177,7 +177,7 @@ def layer_cases(plan: Plan, tp: int, operation: str) -> list[Case]:
 
 
 def linear(operation: str, dtype: str, tokens: int, layer: Layer, tp: int) -> Case:
-    """An operation on a layer of a model, whose K and N are a rank's."""
+    """An operation on a layer of a model; the layer's K and N are those of a rank."""
     k = layer.k * tp if layer.kind == "row" else layer.k
     n = layer.n * tp if layer.kind == "column" else layer.n
     names = named(model=layer.model, layer=layer.name, T=tokens, K=layer.k, N=layer.n, tp=tp)
@@ -185,7 +185,7 @@ def linear(operation: str, dtype: str, tokens: int, layer: Layer, tp: int) -> Ca
 
 
 def model_cases(suite: str, plan: Plan, tp: int, **more: Callable[[Model], int]) -> list[Case]:
-    """A case for each model, tokens and dtype; small before large. `more` follows T in the names."""
+    """A case for each model, number of tokens and dtype; small sizes first. `more` follows T in the names."""
     found = []
     for tokens in sorted(plan.tokens):
         for model in (MODELS[name] for name in plan.shapes if name in MODELS):
@@ -196,7 +196,7 @@ def model_cases(suite: str, plan: Plan, tp: int, **more: Callable[[Model], int])
 
 
 def even(cases: list[Case], suite: str) -> list[Case]:
-    """The same, if every rank has as many rows as the others, which collectives called by hand ask for."""
+    """Returns the cases if all ranks have the same number of rows, which the hand-written collectives require."""
     for case in cases:
         if case.tokens % case.tp:
             raise ValueError(f"{suite} wants equal rows: {case.tokens} tokens do not split over {case.tp} ranks")

@@ -1,4 +1,4 @@
-"""`fusedtp bench SUITE`: a suite of suites/, or a command, a module that is imported when it is called."""
+"""`fusedtp bench SUITE`: runs a suite of suites/, or a command, whose module is imported on demand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-COMMANDS = {  # name -> module with main(argv) -> exit code and what its argv begins with, help
+COMMANDS = {  # name -> (module with main(argv) -> exit code, then its first arguments; help)
     "tune": ("tune", "find the fastest configurations of the kernels on this GPU"),
     "crossover": ("crossover", "measure from how many tokens on fusion wins: the table of engine auto"),
     "compare": ("compare", "two results of one machine: exit code 1 where the second is slower"),
@@ -32,7 +32,7 @@ def usage() -> str:
 
 
 def before_cuda() -> None:
-    """Streams of virtual ranks that share a connection, or load a module lazily, would wait for each other."""
+    """Streams of virtual ranks would wait for each other if they shared a connection or loaded modules lazily."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 

@@ -1,8 +1,8 @@
-"""fusedtp bench compare OLD.json NEW.json: what became slower, beyond what either run scatters.
+"""fusedtp bench compare OLD.json NEW.json: lists rows that became slower by more than the spread of either run.
 
-A row is slower when the faster quartile of its new samples is slower than the slower quartile of its old ones, by more
-than --slack: then the middle halves of the two runs do not overlap. It is worse, too, when its error leaves what the
-dtype allows, or when it was measured before and is not any more.
+A row is slower if the faster quartile of its new samples is slower than the slower quartile of its old samples by more
+than --slack, so that the middle halves of the two runs do not overlap. A row is also worse if its error exceeds the
+bound of its dtype, or if it was measured before and no longer is.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Change:
 
 
 def verdict(old: Row, new: Row, slack: float) -> str:
-    """How `new` stands to `old`; baselines are compared too, since a change there says the machine changed."""
+    """Compares `new` with `old`. Baselines are compared too: a change there means that the machine changed."""
     if new.error_share is not None and new.error_share > 1 and not (old.error_share or 0) > 1:
         return "wrong"
     if old.seconds is None or new.seconds is None:
@@ -55,7 +55,7 @@ def verdict(old: Row, new: Row, slack: float) -> str:
 
 
 def changes(old: Sequence[Row], new: Sequence[Row], slack: float) -> list[Change]:
-    """Every row of either, in the order of the old file."""
+    """Every row of both files, in the order of the old file."""
     before, after = {row.key: row for row in old}, {row.key: row for row in new}
     found = []
     for key, row in before.items():
@@ -68,7 +68,7 @@ def changes(old: Sequence[Row], new: Sequence[Row], slack: float) -> list[Change
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A result of a suite. Raises ValueError for a file that is none."""
+    """Loads the result of a suite. Raises ValueError for an invalid file."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -88,7 +88,7 @@ class Arguments:
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """By argparse: two positional files read the same with and without tyro."""
+    """Uses argparse: two positional files look the same with and without tyro."""
     import argparse
 
     parser = argparse.ArgumentParser(prog="fusedtp bench compare", description=__doc__.split("\n\n")[0])
@@ -105,7 +105,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 where nothing is worse, 1 for a regression, 2 for files that are no results or of different machines."""
+    """Returns 0 if nothing is worse, 1 for a regression, 2 for invalid files or different machines."""
     arguments = parse(argv)
     try:
         old, new = (load(Path(name)) for name in arguments.files)

@@ -1,15 +1,15 @@
 """fusedtp bench cpu, or python -m bench: operations and one training step on this machine's CPU, in five minutes.
 
-Operations run against gloo collectives and matmuls:
+Operations are compared with gloo collectives and matmuls:
 
     share removed   (t_gloo - t_ours) / (t_gloo - t_bare), of the time that gloo adds to the bare matmuls
 
-Of a training step of a small model, forward, loss, backward and AdamW:
+A training step of a small model (forward, loss, backward and AdamW) is compared with torch:
 
     gap closed   (t_torch - t_ours) / (t_torch - t_ceiling)
 
-`collective` is ours with the process group's own collectives: what it gains or loses against torch is no fusion but
-other host operations between the matmuls, so gains are split there.
+`collective` is ours with the process group's own collectives. Its difference from torch comes not from fusion but from
+other host operations between the matmuls, so the gain is split at this point.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ class Result:
 
     @property
     def mean_ratio(self) -> float:
-        """Geometric."""
+        """Geometric mean."""
         return math.exp(statistics.fmean(math.log(row.ratio) for row in self.rows))
 
     @property
     def bound_bytes(self) -> int:
-        """What DESIGN.md allows: two slots of the largest gathered or scattered tensor, and flags."""
+        """The bound of DESIGN.md: two slots of the largest gathered or scattered tensor, and flags."""
         return 2 * self.largest_moved_bytes + self.control_bytes
 
     def as_dict(self) -> dict[str, Any]:
@@ -116,13 +116,13 @@ class Result:
 
 
 def moved_bytes(case: Case) -> int:
-    """The largest tensor that one call gathers or scatters."""
+    """Bytes of the largest tensor that one call gathers or scatters."""
     width = max(case.k, case.width) if case.backward else case.width
     return case.tokens * width * case.itemsize
 
 
 def all_cases() -> list[Case]:
-    """Every row of the table; large and small alternate with neither operation nor dtype."""
+    """The case of every row of the table: by dtype, then shape, then operation."""
     return [
         Case(operation, dtype, *shape, backward)
         for dtype in DTYPES
@@ -133,7 +133,7 @@ def all_cases() -> list[Case]:
 
 
 def measure_operations(rank: Rank, cases: list[Case], engine: str, budget: float) -> Result:
-    """All cases in about `budget` seconds, shared out by the square root of their work. Collective."""
+    """Measure all cases in about `budget` seconds, divided by the square root of their work. Collective."""
     weights = [math.sqrt(case.flops * (3 if case.backward else 1)) for case in cases]
     rows = []
     for case, weight in zip(cases, weights, strict=True):
@@ -154,7 +154,7 @@ SHAPE = {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1408
 
 
 class Step:
-    """A call is one training step on this rank's rows of the same batch."""
+    """A call runs one training step on this rank's rows of the same batch."""
 
     def __init__(self, model: models.Stack, layout: TokenLayout, config: ModelConfig) -> None:
         self.model, self.layout = model, layout
@@ -172,7 +172,7 @@ class Step:
 
 
 def _alone(step: Step, threads: int) -> Callable[[], object]:
-    """On rank 0, with that many threads and cores, while the others wait."""
+    """The step on rank 0 with this many threads and cores, while the others wait."""
 
     def run() -> None:
         if dist.get_rank() != 0:
@@ -189,7 +189,7 @@ def _alone(step: Step, threads: int) -> Callable[[], object]:
 
 
 def _difference(steps: dict[str, Step]) -> dict[str, float]:
-    """Relative difference of each way's first loss to the unparallelized one's."""
+    """Relative difference of each way's first loss from the unparallelized model's."""
     losses = {}
     for name, step in steps.items():
         loss = step().double()
@@ -214,10 +214,10 @@ def _ways(rank: int, mesh: DeviceMesh, config: ModelConfig, engine: str, tokens:
 
 
 def tolerance(config: ModelConfig) -> float:
-    """How far two orders of the same sums may be apart, relatively.
+    """Allowed relative difference between two orders of the same sums.
 
-    8 operations a layer round to the dtype, after fp32 sums with up to `intermediate` (or `hidden`) terms; roundings
-    are independent, and so add as a random walk does.
+    8 operations per layer round to the dtype, after fp32 sums with up to `intermediate` (or `hidden`) terms. The
+    roundings are independent, so they add up like a random walk.
     """
     terms = max(config.hidden_size, config.intermediate_size)
     return (8 * config.num_hidden_layers) ** 0.5 * (unit(config.compute_dtype) + terms**0.5 * unit(torch.float32))
@@ -226,9 +226,9 @@ def tolerance(config: ModelConfig) -> float:
 def measure_step(
     rank: Rank, dtype: str, engine: str, budget: float, tokens: int = TOKENS, shape: Mapping[str, int] = SHAPE
 ) -> dict[str, Any]:
-    """Times of each way as Spreads, and what was checked. Collective.
+    """Times of each way as Spreads, and the results of the checks. Collective.
 
-    Raises RuntimeError where the first loss of a way is not the unparallelized one's.
+    Raises RuntimeError if the first loss of a way differs from the unparallelized model's.
     """
     config = ModelConfig(**shape, dtype=dtype, param_dtype=dtype)  # type: ignore[arg-type]
     steps = _ways(rank.rank, rank.mesh, config, engine, tokens)
@@ -249,7 +249,7 @@ def measure_step(
         "seconds": {name: vars(spread) for name, spread in times.items()},
         "first_loss_difference": difference,
         "symmetric_bytes": held,
-        "symmetric_bound_bytes": 2 * moved + control,  # two slots of what is gathered or scattered, and flags
+        "symmetric_bound_bytes": 2 * moved + control,  # two slots of the gathered or scattered tensor, and flags
     }
 
 
@@ -267,7 +267,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def print_ops(console: Console, result: Result) -> None:
-    """One row a case, then the three figures that sum them up, then memory."""
+    """One row per case, then the three summary figures, then memory."""
     table = _table(
         "Operations: ms, median +- half the interquartile range",
         "",
@@ -298,7 +298,7 @@ def print_ops(console: Console, result: Result) -> None:
 
 
 def print_steps(console: Console, steps: list[dict[str, Any]]) -> None:
-    """One row a way, one column a dtype."""
+    """One row per way, one column per dtype."""
     table = _table("Training step: s, median +- half the interquartile range", "", *(step["dtype"] for step in steps))
     for way in WAYS:
         cells = []
@@ -314,7 +314,7 @@ def print_steps(console: Console, steps: list[dict[str, Any]]) -> None:
 
 
 def gap(step: dict[str, Any]) -> dict[str, float]:
-    """How much of the way from torch to the ceiling ours goes, and which part of that is fusion."""
+    """The share of the gap between torch and the ceiling that ours closes, and the part of it due to fusion."""
     t = {way: spread["median"] for way, spread in step["seconds"].items()}
     whole = t["torch"] - t["ceiling"]
     return {
@@ -337,7 +337,7 @@ def save_json(path: Path, machine: dict[str, Any], ops: Result | None, steps: li
 
 
 def save_picture(path: Path, machine: dict[str, Any], ops: Result | None, steps: list[dict[str, Any]]) -> None:
-    """Time over the bare matmuls (above) and the training step (below)."""
+    """Time relative to the bare matmuls (top) and the training step (bottom)."""
     parts = [part for part in (ops, steps) if part]
     height = 1.5 + (0.32 * len(ops.rows) if ops else 0) + (2.2 if steps else 0)
     figure, axes = plt.subplots(
@@ -396,15 +396,15 @@ class Options:
     only: Literal["all", "ops", "step"] = "all"
     """What to measure."""
     timeline: bool = False
-    """Draw one call of each operation instead: which matmuls run while which shards are awaited."""
+    """Draw one call of each operation instead: the matmuls that run while shards are awaited."""
     minutes: float = 5.0
-    """About how long the measurement takes."""
+    """Approximate time of the measurement."""
     ranks: int = 2
     """World size."""
     engine: Literal["chunked", "collective", "auto"] = "chunked"
-    """The engine that "ours" stands for."""
+    """The engine of "ours"."""
     match: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
-    """Only the operations' rows whose name contains this."""
+    """Only rows of operations with this text in their name."""
     save: bool = False
     """Keep the result in the repository."""
 
@@ -430,7 +430,7 @@ def main(argv: Sequence[str]) -> int:
             console.print(f"{operation}: ms of matmuls before the last shard had arrived: {overlap}")
         console.print(f"{folder / 'timeline.png'}")
         return 0
-    seconds = 60 * options.minutes * 0.8  # the rest: start, warm-up, at least three rounds of the longest rows
+    seconds = 60 * options.minutes * 0.8  # the rest: startup, warm-up, at least three rounds of the longest rows
     share = 0.65 if options.only == "all" else 1.0
     result = None
     if options.only != "step":

@@ -1,9 +1,9 @@
-"""fusedtp bench crossover: from how many tokens on which engine wins here; writes the table that engine="auto" reads.
+"""fusedtp bench crossover: finds from how many tokens on each engine wins; writes the table that engine="auto" reads.
 
-For every operation, dtype, world size and width, each engine is measured over tokens, interleaved in one run; the
-thresholds are those of fusedtp.ops.measured.fit: an engine takes over from the smallest T on from which it wins, and
-wins at every larger T too, by more than 2 %. On a CPU, chunked against gloo's collectives with one thread a rank; on
-GPUs triton as well, not measured on a GPU yet.
+For every operation, dtype, world size and width, each engine is measured over tokens, interleaved in one run.
+fusedtp.ops.measured.fit finds the thresholds: an engine takes over from the smallest T at which it wins by more than
+2 %, if it also does at every larger T. On a CPU, this compares chunked with gloo's collectives, with one thread per
+rank; on GPUs also triton, which has not been measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ DEFAULTS = {  # shapes, tokens, tp, dtype
 }
 MINUTES = {"cuda": 5.0, "cpu": 2.0}
 WARM_SECONDS = {"cuda": 0.5, "cpu": 0.0}
-COPY = "triton copy"  # the fused gather with rows brought by the copy engine; "triton" has programs for it
+COPY = "triton copy"  # the fused gather with rows sent by the copy engine; in "triton", programs send them
 
 
 @dataclass(frozen=True)
 class CrossoverOptions(Shared):
-    """Measure each engine over tokens, and write from how many rows on each one is to run.
+    """Measure each engine over tokens, and write the number of rows from which on each one is used.
 
-    Lists are separated by commas. Defaults: llama3-8b,llama3-70b at powers of two from 64 to 16384 tokens on 8 ranks in
-    bfloat16; on a CPU qwen3-0.6b at 16,64,256,1024 on 2 ranks in float32. float64 is a dtype here too. Each world has
-    entries of its own. --save writes to fusedtp/ops/tables, from where tables ship with the package.
+    Lists are comma-separated. Defaults: llama3-8b,llama3-70b at powers of two from 64 to 16384 tokens on 8 ranks in
+    bfloat16; on a CPU, qwen3-0.6b at 16,64,256,1024 tokens on 2 ranks in float32. float64 is also allowed. Each world
+    has separate entries. --save writes to fusedtp/ops/tables, which ships with the package.
     """
 
     operations: str = ""
     """Only these operations."""
     minutes: float | None = None
-    """About how long all samples take together. Default: 5; on a CPU 2."""
+    """Approximate total time of all samples. Default: 5; on a CPU 2."""
     out: Path | None = None
     """Folder of the table and the picture. Default: bench/out/tables."""
 
 
 def engines_of(case: Case, device: str) -> tuple[str, ...]:
-    """What is measured; of a fused gather both transports."""
+    """The engines to measure; for a fused gather, both transports."""
     fused = device == "cuda" and case.dtype != "float64"
     by_copy = (COPY,) if case.example.moves == "gather" else ()
     return (*measured.ENGINES, *by_copy) if fused else measured.ENGINES[:2]
@@ -65,7 +65,7 @@ def engines_of(case: Case, device: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Options with every default filled in; its seconds are of one case and number of tokens."""
+    """Options with every default filled in; ranks.seconds is the time for one case and number of tokens."""
 
     ranks: options.Plan
     cases: tuple[Case, ...]
@@ -74,7 +74,7 @@ class Plan:
 
 
 def plan_of(given: CrossoverOptions) -> Plan:
-    """Fill in and check. Raises ValueError that lists every fault."""
+    """Fill in defaults and check. Raises ValueError that lists every fault."""
     faults: list[str] = []
     at, folder = tables.plan_of(given, DEFAULTS, measured.DTYPES, given.out, faults)
     wanted = known("operations", given.operations, measured.FUSED, faults)
@@ -94,14 +94,14 @@ def plan_of(given: CrossoverOptions) -> Plan:
         if case.operation in (wanted or measured.FUSED)
     )
     each = 60 * minutes / (len(cases) * len(at.tokens))
-    pictures = machine.HERE / "results" if given.save else folder  # what ships is tables
+    pictures = machine.HERE / "results" if given.save else folder  # only tables ship with the package
     at = replace(at, tokens=tuple(sorted(set(at.tokens))), seconds=each)
     return Plan(at, tuple(cases), folder, pictures)
 
 
 def cases_of(model: str, dtype: str, ranks: int, tokens: int = 0) -> list[Case]:
-    """The largest layers of the model: gate and up after a gather, down before a sum."""
-    largest = {layer.kind: layer for layer in layers(model, ranks)}  # of each kind the last
+    """Cases on the largest layers of the model: gate and up after a gather, down before a sum."""
+    largest = {layer.kind: layer for layer in layers(model, ranks)}  # the last one of each kind
     return [
         linear(operation, dtype, tokens, largest[example.layer], ranks)
         for operation in measured.FUSED
@@ -116,7 +116,7 @@ def ways(rank: Rank, case: Case, engines: Sequence[str]) -> dict[str, Way]:
     def way(name: str) -> Way:
         one = Rotating(case.call(rank, "triton" if name == COPY else name), sets)
 
-        def run() -> object:  # ranks have met before, so all of them are in this call or back from it
+        def run() -> object:  # after a barrier, so every rank is in this call or has returned from it
             measured.hold(measured.TRANSPORTS[name == COPY])
             return one()
 
@@ -130,7 +130,7 @@ Times = dict[int, dict[str, float]]  # tokens -> engine -> median seconds
 
 @torch.no_grad()
 def run(rank: Rank, plan: Plan) -> list[tuple[Case, Times]]:
-    """Every case of this rank's world over tokens. Collective."""
+    """Measure every case of this rank's world over tokens. Collective."""
     cases = [case for case in plan.cases if case.tp == rank.world_size]
     found = []
     with progress(len(cases) * len(plan.ranks.tokens), shown=rank.rank == 0) as begin:
@@ -148,7 +148,7 @@ def run(rank: Rank, plan: Plan) -> list[tuple[Case, Times]]:
 
 
 def thresholds(times: Times) -> dict[str, Any]:
-    """The part of an entry that follows from the medians: first the transports, then the engines by the better one."""
+    """The part of an entry derived from the medians: first the transports, then the engines with the better one."""
     steps: dict[str, measured.Steps] = {}
     if all(COPY in known for known in times.values()):
         by = {rows: {"programs": known["triton"], "copy": known[COPY]} for rows, known in times.items()}
@@ -164,7 +164,7 @@ def thresholds(times: Times) -> dict[str, Any]:
 
 
 def entries_of(found: Sequence[tuple[Case, Times]], plan: Plan) -> list[dict[str, Any]]:
-    """As the table holds them: thresholds, and the medians that they were made from."""
+    """The table entries: thresholds, and the medians from which they were derived."""
     entries = {}
     for case, times in found:
         key = measured.Key(case.operation, case.dtype, case.tp, plan.ranks.world)
@@ -173,12 +173,12 @@ def entries_of(found: Sequence[tuple[Case, Times]], plan: Plan) -> list[dict[str
 
 
 def kept(path: Path, machine: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """All tables of a machine's file, and the entries of engines. Raises ValueError for a file that is bad."""
+    """All tables of a machine's file, and the entries of engines. Raises ValueError for a bad file."""
     return tables.kept(path, machine, "engines", lambda entry: measured.faults(entry, machine))
 
 
 def place(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """What an entry is for."""
+    """The key of an entry."""
     return *(entry[name] for name in measured.Key._fields), entry["width"]
 
 
@@ -189,7 +189,7 @@ COLORS = {"collective": "tab:gray", "chunked": "tab:blue", "triton": "tab:orange
 
 
 def show(entries: Sequence[dict[str, Any]], title: str) -> None:
-    """Print what was found."""
+    """Print the entries."""
     lines = []
     for entry in entries:
         steps = ", ".join(f"{rows} {engine}" for rows, engine in entry["engines"])
@@ -204,7 +204,7 @@ def show(entries: Sequence[dict[str, Any]], title: str) -> None:
 
 
 def draw(path: Path, entries: Sequence[dict[str, Any]], title: str) -> None:
-    """A picture an entry: time over tokens as a share of collective's, and where the engine changes."""
+    """One panel per entry: time relative to collective over tokens, and where the engine changes."""
     try:
         import matplotlib
     except ImportError:
@@ -246,7 +246,7 @@ def main(argv: Sequence[str]) -> int:
         about = tables.about(at.device, "fusedtp bench crossover", argv)
         machine = measured.kind_of(torch.device("cuda", 0) if at.device == "cuda" else torch.device("cpu"))
         path = plan.folder / measured.file_of(machine)
-        kept(path, machine)  # what cannot be kept is said before it is measured
+        kept(path, machine)  # report a bad file before measuring
         found = []
         for count in sorted({case.tp for case in plan.cases}):
             found += ranks.run(at, count, run, plan)

@@ -1,14 +1,14 @@
-"""How wrong a result is, and how wrong its dtype lets it be.
+"""The error of a result, and the error that its dtype allows.
 
-With u the unit roundoff of the dtype and v that of fp32, in which every engine accumulates, an entry of a product of
-K terms of W ranks may be off by
+Let u be the unit roundoff of the dtype, and v that of fp32, in which every engine accumulates. An entry of a matmul
+with K terms over W ranks may be off by
 
-    u (sum_r |p_r| + |y|) + (K + W + 2) v sum_k |x_k w_k|        p_r: rank r's part, rounded before it travels
+    u (sum_r |p_r| + |y|) + (K + W + 2) v sum_k |x_k w_k|        p_r: rank r's part, rounded before it is sent
 
-entry by entry; a result of one rank has no p_r. A baseline that sums in its own dtype rounds after every addition.
-`share` is the largest error as a share of that. The reference is fp64, on at most ROWS rows spread over all.
+The result of one rank has no p_r. A baseline that sums in its own dtype rounds after every addition. `share` is the
+largest error as a share of this bound. The reference is computed in fp64, on at most ROWS rows spread over all rows.
 
-`peak_bytes` is what a call allocates.
+`peak_bytes` is the memory that a call allocates.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ROWS = 32
 
 
 class Error(NamedTuple):
-    """The largest absolute error, and the largest share of what is allowed."""
+    """The largest absolute error, and the largest error as a share of the bound."""
 
     largest: float
     share: float
 
 
 def sampled(total: int) -> Tensor:
-    """At most ROWS row numbers in [0, total), spread evenly, the first and the last among them."""
+    """At most ROWS row numbers in [0, total), evenly spread, including the first and the last."""
     return torch.linspace(0, total - 1, min(ROWS, total), dtype=torch.float64).round().long().unique()
 
 
@@ -44,7 +44,7 @@ def unit(dtype: torch.dtype) -> float:
 
 
 class Reference(NamedTuple):
-    """[rows, N] in fp64: the exact product, the sum of its terms' absolute values, and of its parts' (or None)."""
+    """[rows, N] in fp64: the exact product, the sum of absolute values of its terms, and of its parts (or None)."""
 
     y: Tensor
     terms: Tensor
@@ -52,15 +52,15 @@ class Reference(NamedTuple):
 
 
 def product(x: Tensor, w: Tensor, rows: Tensor) -> Reference:
-    """x [T, K] at `rows`, w [N, K]: of one rank."""
+    """The reference of one rank: x [T, K] at `rows`, w [N, K]."""
     some, weight = x[rows.to(x.device)].double(), w.double()
     return Reference(some @ weight.t(), some.abs() @ weight.abs().t(), None)
 
 
 def gated(both: Reference) -> Reference:
-    """Of silu(g) * u, from that of g and u side by side. The slope of silu is at most 1.1, its value at most |g|.
+    """The reference of silu(g) * u from that of [g, u]. The slope of silu is at most 1.1, its value at most |g|.
 
-    Each product may be rounded before: those are its parts.
+    g and u may each be rounded first: those roundings are the parts.
     """
     (g, u), (of_g, of_u) = both.y.chunk(2, 1), both.terms.chunk(2, 1)
     size = 1.1 * (g * u).abs()
@@ -68,7 +68,7 @@ def gated(both: Reference) -> Reference:
 
 
 def compare(got: Tensor, want: Reference, k: int, ranks: int = 1, roundings: int = 1) -> Error:
-    """got [rows, N] against the reference; `roundings` of a sum of parts happen in its dtype."""
+    """Compare got [rows, N] with the reference. roundings: roundings of a sum of parts in its dtype."""
     if not got.numel():
         return Error(0.0, 0.0)
     u, v = unit(got.dtype), unit(torch.float32)
@@ -82,7 +82,7 @@ def compare(got: Tensor, want: Reference, k: int, ranks: int = 1, roundings: int
 
 
 def elementwise(got: Tensor, want: Tensor, magnitude: Tensor, terms: int, roundings: int = 1) -> Error:
-    """got against fp64 values that come from `terms` fp32 operations on values of `magnitude`, rounded to its dtype."""
+    """Compare got with fp64 values; allows `terms` fp32 operations on values of `magnitude`, then rounding."""
     rounded = (1 + unit(got.dtype)) ** roundings - 1
     allowed = rounded * want.abs() + terms * unit(torch.float32) * magnitude
     error = (got.double() - want).abs()
@@ -95,11 +95,11 @@ def elementwise(got: Tensor, want: Tensor, magnitude: Tensor, terms: int, roundi
 
 
 def peak_bytes(rank: Rank, way: Way) -> int | None:
-    """Of the rank that needs most. Collective.
+    """Peak memory of the rank that needs most. Collective.
 
-    GPU   as torch's caching allocator counts. Ranks of a virtual world have one allocator: the peak of all of them,
+    GPU   as counted by torch's caching allocator. Ranks of a virtual world share one allocator: their joint peak
           divided by their number
-    CPU   the sum of what torch's profiler saw allocated and freed; None in a virtual world, whose ranks it mixes up
+    CPU   from the allocations and frees in torch's profiler; None in a virtual world, whose ranks it cannot tell apart
     """
     way()  # compiles, connects and grows workspaces
     if rank.device.type != "cuda":
@@ -118,8 +118,8 @@ def peak_bytes(rank: Rank, way: Way) -> int | None:
 
 
 def _profiled(way: Way) -> int:
-    """The largest sum of what was allocated and not yet freed."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below it torch 2.13 tells of every profile on stderr
+    """The largest amount of memory that was allocated and not yet freed."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below 6, torch 2.13 logs every profile to stderr
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         way()
     events = found.profiler.kineto_results.events()

@@ -1,24 +1,24 @@
-"""fusedtp bench gpu, or make gpu: GPU tests, then every suite on one GPU, unattended, in nine minutes.
+"""fusedtp bench gpu, or make gpu: runs the GPU tests, then every suite on one GPU, unattended, in nine minutes.
 
     tests      pytest tests/gpu tests/nn/test_gpu.py -m gpu, in several processes    (in a checkout)
     matmul     Llama 3 70B's shapes on a rank of eight, and 8192 cubed
     virtual-8  the fused operations with eight ranks side by side on the GPU: Llama 3 70B's shapes, many tokens
     fp8        fp8 matmuls and quantization: Llama 3 70B's shapes on a rank of eight
-    pointwise  RMSNorm, SwiGLU, rotary embedding: Llama 3 8B's
+    pointwise  RMSNorm, SwiGLU, rotary embedding of Llama 3 8B
     loss       Llama 3 8B's output head and cross-entropy, on one rank and on eight
     block      Llama 3 8B's block on one rank and on eight
-    step       a step of training, 2048 and 4096 wide, on one rank
+    step       a training step, 2048 and 4096 wide, on one rank
     fewer      the fused operations with two and four ranks
     short      virtual-8 with few tokens
     decode     a layer's matmuls for 1, 16 and 64 tokens on eight ranks, eager and in a CUDA graph
-    experts    the matmuls of published mixtures of experts on a rank of eight
-    moe        a layer of experts split over eight virtual ranks; its dispatch and combine alone, DeepSeek-V3's
+    experts    the matmuls of published MoE models on a rank of eight
+    moe        a MoE layer split over eight virtual ranks; DeepSeek-V3's dispatch and combine alone
     host       host time of fused calls, two processes on the GPU
 
-Every part is a process of its own with its own limit, and writes bench/results/<gpu>/<part>.json as it ends, and a
-journal before. Another call of the same code skips the parts that are there and goes on within the one that was
-interrupted, among the tests with those that have not passed yet; --fresh begins anew. A part that fails does not stop
-the others; the exit code is 1 if any did.
+Every part is a separate process with a time limit. It keeps a journal, and writes bench/results/<gpu>/<part>.json when
+it ends. Another call with the same code skips finished parts and resumes the interrupted one; tests resume with those
+that have not passed yet. --fresh starts over. A failing part does not stop the others; the exit code is 1 if any part
+failed.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from . import machine
 from .options import parse
 
 FUSED = "all-gather-matmul,matmul-reduce-scatter,matmul-all-reduce"
-LEAST_SECONDS = 20.0  # under which a part is not begun
-USUAL_SECONDS = 45.0  # what a part gets while there is time: starting CUDA and compiling take half of it
-END_SECONDS = 5.0  # what stopping a part takes
+LEAST_SECONDS = 20.0  # a part is not started with less
+USUAL_SECONDS = 45.0  # minimum for a part while there is time; starting CUDA and compiling take half of it
+END_SECONDS = 5.0  # time to stop a part
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one process does. `share` of the time that is left when it begins, of itself and the parts after it."""
+    """The work of one process. share: its weight when the remaining time is divided among it and the later parts."""
 
     name: str
     share: float
     command: tuple[str, ...]
-    goes_on: bool = True  # within what it has measured, in the time that it is told
+    goes_on: bool = True  # accepts --minutes and --resume
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,19 @@ class Options:
     """GPU tests, then all suites on this machine's one GPU."""
 
     minutes: float = 9.0
-    """The limit for everything together."""
+    """The total time limit."""
     fresh: bool = False
-    """Measure again what was measured at this commit."""
+    """Repeat measurements that were already made at this commit."""
     tests: bool = True
     """Run the GPU tests first."""
     device: str = "cuda"
-    """cpu tries the plan itself, with small shapes."""
+    """cpu: a dry run of the plan with small shapes."""
     out: str = ""
     """Folder of the results. Default: bench/results/<gpu>."""
 
 
 def parts(options: Options) -> list[Part]:
-    """In the order they run."""
+    """The parts in the order they run."""
     on_cpu = options.device == "cpu"
     found = []
     if options.tests and machine.in_checkout():
@@ -87,7 +87,7 @@ def parts(options: Options) -> list[Part]:
 
     ranks = "2" if on_cpu else "8"
     virtual = ("--world", "virtual", "--tp")
-    # A compiled matmul is the vendor's, or minutes of search.
+    # torch.compile of a matmul calls the vendor's, or searches for minutes.
     add("matmul", 1.2, "matmul", "--shapes llama3-70b,square-8192 --tokens 8192 --no-compile", "--tp", ranks)
     add(f"virtual-{ranks}", 3.5, FUSED, "--shapes llama3-70b --tokens 8192,16384", *virtual, ranks)
     add("fp8", 1.0, "fp8", "--shapes llama3-70b --tokens 8192 --no-compile", "--tp", ranks)
@@ -100,7 +100,7 @@ def parts(options: Options) -> list[Part]:
         add("short", 1.0, FUSED, "--shapes llama3-70b --tokens 2048", *virtual, ranks)
         add("decode", 1.0, "decode", "--shapes llama3-70b --engine triton,chunked", *virtual, ranks)
         add("experts", 1.0, "grouped-matmul", "--tokens 8192", "--tp", ranks)
-        # 1024 tokens a rank
+        # 1024 tokens per rank
         add("moe", 1.0, "moe,moe-exchange", "--tokens 8192", *virtual, ranks)
         host = (sys.executable, "-m", "fusedtp", "bench", "host", "--gpu")
         found.append(Part("host", 1.0, host, goes_on=False))
@@ -108,9 +108,9 @@ def parts(options: Options) -> list[Part]:
 
 
 def processes_for_tests() -> tuple[str, ...]:
-    """pytest's options for as many as cores and memory allow: most of the tests' time goes into compiling.
+    """pytest options for as many processes as cores and memory allow: the tests mostly compile.
 
-    Each loads all of torch's kernels (see tests/gpu/conftest.py): 5 GB of the GPU on an H100.
+    Each process loads all of torch's kernels (see tests/gpu/conftest.py), which take 5 GB on an H100.
     """
     if importlib.util.find_spec("xdist") is None or not torch.cuda.is_available():
         return ()
@@ -120,13 +120,13 @@ def processes_for_tests() -> tuple[str, ...]:
 
 
 def seconds_for(part: Part, later: Sequence[Part], left: float) -> float:
-    """The limit of a part when `left` seconds are left for it and the parts after it."""
+    """The time limit of a part when `left` seconds are left for it and the later parts."""
     fair = left * part.share / (part.share + sum(other.share for other in later))
     return max(fair, min(USUAL_SECONDS, left))
 
 
 def is_done(path: Path, commit: str) -> bool:
-    """Whether a part's file is there, of this code and without failures."""
+    """Whether a part's status file exists, for this code and without failures."""
     try:
         found = json.loads(path.read_text())
         return bool(commit) and found["commit"] == commit and found["code"] == 0
@@ -135,7 +135,7 @@ def is_done(path: Path, commit: str) -> bool:
 
 
 def run_within(command: Sequence[str], seconds: float) -> int:
-    """The exit code of a command; 124 where it was ended, with all that it started, after so many seconds."""
+    """The exit code of a command; 124 if it was killed, with all its children, after this many seconds."""
     folder = machine.ROOT if machine.in_checkout() else None
     process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, cwd=folder)
     try:
@@ -153,7 +153,7 @@ def run_within(command: Sequence[str], seconds: float) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 where every part passed, 1 where one failed or was not begun, 2 without a GPU."""
+    """Returns 0 if every part passed, 1 if one failed or was not started, 2 without a GPU."""
     options = parse(Options, argv, "fusedtp bench gpu")
     about = machine.describe_run(options.device, ["gpu", *argv]) if _has(options.device) else None
     if about is None:
@@ -174,7 +174,7 @@ def run_parts(
     options: Options,
     run: Callable[[Sequence[str], float], int],
 ) -> int:
-    """Run what is not done yet, in order; 1 if any part is not done in the end."""
+    """Run the parts that are not done yet, in order; returns 1 if any part is not done in the end."""
     folder.mkdir(parents=True, exist_ok=True)
     end, codes = time.monotonic() + 60 * options.minutes, {}
     todo = [part for part in every if options.fresh or not is_done(_status(folder, part), commit)]
@@ -195,7 +195,7 @@ def run_parts(
                 passed.unlink(missing_ok=True)
             command += ["-p", "tests.resume", "--resume", str(passed), "--code", commit]
         else:
-            # Starting, compilation (torch.compile's above all), roofs, checks and drawing take longer than samples.
+            # Startup, compilation (mainly torch.compile), roofs, checks and pictures take longer than the samples.
             command += ["--out", str(folder / f"{part.name}.json")]
             if part.goes_on:
                 command += [

@@ -1,10 +1,10 @@
-"""fusedtp bench hf: forward and backward of models of transformers, against transformers and torch themselves.
+"""fusedtp bench hf: forward and backward of Hugging Face models, against transformers and torch themselves.
 
-Every model and dtype in a world of its own; all ways of one (hf_models.py) alternate. Printed are medians, and
+Every model and dtype runs in a separate world, with all ways (hf_models.py) interleaved. Prints medians, and
 
     gap closed      (peer - ours) / (peer - ceiling), where peer is the faster of stock and torch
-    ours / nn       beside a model of fusedtp.nn, of the same shape and weights
-    ours / same     beside one that computes with the same operations: the cost of taking a model of others
+    ours / nn       relative to a model of fusedtp.nn with the same shape and weights
+    ours / same     relative to one that computes with the same operations: the cost of supporting foreign models
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .sample import Spread
 
 WAYS = ("stock", "torch", "nn", "same", "ours", "ceiling")
 DTYPES = ("float32", "bfloat16")
-SHAPES = {  # device -> a shape: on a GPU one layer of a published model's width
+SHAPES = {  # device -> a shape; on a GPU one layer with the width of a published model
     "cpu": dict(
         vocab_size=4096, hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=4,
@@ -44,7 +44,7 @@ TOKENS = {"cpu": 2048, "cuda": 8192}
 
 @dataclass(frozen=True)
 class Options:
-    """Models of transformers as they stand, on tensor-parallel ranks: fusedtp, transformers, torch.
+    """Unmodified Hugging Face models on tensor-parallel ranks: fusedtp, transformers, torch.
 
     Results go to bench/out/, or with --save to bench/results/<machine>/.
     """
@@ -54,7 +54,7 @@ class Options:
     dtype: str = ",".join(DTYPES)
     """float32, bfloat16."""
     minutes: float = 4.0
-    """About how long the samples take together."""
+    """Approximate total time of the samples."""
     ranks: int = 2
     """World size."""
     engine: Literal["auto", "chunked", "collective", "triton", "multimem"] = "auto"
@@ -71,7 +71,7 @@ class Options:
 def ways_of(
     rank: Rank, kind: str, model: Any, ids: torch.Tensor, folder: str, engine: str
 ) -> tuple[dict[str, hf_models.Step], dict[str, str]]:
-    """Every way that runs, and why others do not. Collective."""
+    """The ways that run, and the reasons why others do not. Collective."""
     mesh, dtype = rank.mesh, model.dtype
     make: dict[str, Callable[[], hf_models.Step]] = {
         "stock": lambda: hf_models.stock(folder, mesh, ids, dtype),
@@ -103,7 +103,7 @@ def ways_of(
 
 
 def tolerance(config: Any, dtype: torch.dtype) -> float:
-    """How far two orders of the same sums may put the loss, relatively: see bench/cpu.py."""
+    """Allowed relative difference of the loss between two orders of the same sums: see bench/cpu.py."""
     terms = max(config.hidden_size, config.intermediate_size)
     roundings = (8 * config.num_hidden_layers) ** 0.5
     return float(roundings * (unit(dtype) + terms**0.5 * unit(torch.float32)))
@@ -112,9 +112,9 @@ def tolerance(config: Any, dtype: torch.dtype) -> float:
 def check_losses(
     what: str, steps: Mapping[str, Callable[[], torch.Tensor]], want: float, bound: float
 ) -> dict[str, float]:
-    """Relative difference of each way's loss to `want`, but for the ceiling's, which is no loss of the model.
+    """Relative difference of each way's loss from `want`, except the ceiling's, which is not the model's loss.
 
-    Raises RuntimeError where one is above the bound.
+    Raises RuntimeError if one exceeds the bound.
     """
     off = {name: abs(float(step()) / want - 1) for name, step in steps.items() if name != "ceiling"}
     if not all(error <= bound for error in off.values()):
@@ -132,9 +132,9 @@ def measure(
     tokens: int,
     folder: str,
 ) -> dict[str, Any]:
-    """Times of each way as Spreads, and what was checked. Collective.
+    """Times of each way as Spreads, and the results of the checks. Collective.
 
-    Raises RuntimeError where the first loss of a way is not the plain model's.
+    Raises RuntimeError if the first loss of a way differs from the plain model's.
     """
     import transformers
 
@@ -160,7 +160,7 @@ def measure(
 
 
 def figures(result: Mapping[str, Any]) -> dict[str, float]:
-    """What follows from the times of one result. A figure that makes no sense (peer at the ceiling) is nan."""
+    """Figures derived from the times of one result. A meaningless figure (peer at the ceiling) is nan."""
     t = {way: spread["median"] for way, spread in result["seconds"].items()}
     peers = [t[way] for way in ("stock", "torch") if way in t]
     found = {"tokens/s": result["tokens"] / t["ours"]}
@@ -177,7 +177,7 @@ def figures(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def show(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
-    """One column a result."""
+    """One column per result."""
     table = Table(title="Forward and backward: s, median +- half the interquartile range", title_justify="left")
     table.add_column("")
     for result in results:

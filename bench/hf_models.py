@@ -1,17 +1,17 @@
-"""Models of transformers, made parallel in six ways that compute the same loss of the same batch.
+"""Hugging Face models, parallelized in six ways that compute the same loss of the same batch.
 
-    ours      fusedtp.parallelize of the model as it stands
+    ours      fusedtp.parallelize of the unmodified model
     nn        fusedtp.nn.CausalLM of the same shape, parallelized
     same      nn with transformers' own norm, rotary embedding, attention and activation between its fused linears:
-              what ours costs beyond it is the cost of taking a model of others
-    stock     transformers' own tensor parallelism: tokens whole on every rank, all-reduces, all logits gathered
+              the extra time of ours over same is the cost of supporting foreign models
+    stock     transformers' own tensor parallelism: all tokens on every rank, all-reduces, all logits gathered
     torch     torch's parallelize_module on the model's own modules, with sequence parallelism and loss_parallel
     ceiling   the shards of ours, every transfer replaced by a copy inside this process: its numbers are wrong, its
               matmuls are the same
 
-The ceiling is the model's own code too, on plain tensors: hooks repeat rows W times before attention, MLP and head, and
-add W parts of what embedding, attention and MLP make. It has none of the tensors that stand for all
-tokens in ours, so that what these cost counts as a part of the gap.
+The ceiling also runs the model's own code, on plain tensors: hooks repeat rows W times before attention, MLP and head,
+and sum W parts of the output of embedding, attention and MLP. It does not use the tensors that represent all tokens in
+ours, so their overhead counts as part of the gap.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ KINDS = ("llama", "qwen3", "mixtral")
 
 
 def config_of(kind: str, dtype: torch.dtype, **shape: int) -> Any:
-    """A configuration of that kind; `shape` are fields of it. Dropout is off and nothing is tied."""
+    """A configuration of this kind; `shape` sets its fields. Dropout is off and no weights are tied."""
     from transformers import CONFIG_MAPPING
 
     fields: dict[str, Any] = {**shape, "tie_word_embeddings": False, "dtype": dtype}
     if kind == "qwen3":
         fields["head_dim"] = shape["hidden_size"] // shape["num_attention_heads"]
-    if kind == "mixtral":  # of a dense layer's parameters, a token meets those of two experts
+    if kind == "mixtral":  # a token uses two experts, with as many parameters as a dense layer
         fields |= {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
@@ -71,7 +71,7 @@ def plain(config: Any, device: torch.device) -> Any:
 
 
 class Step:
-    """A call is one forward and backward of the whole batch, ids and labels [B, S]; it returns the loss."""
+    """A call runs one forward and backward of the whole batch, ids and labels [B, S], and returns the loss."""
 
     def __init__(self, model: nn.Module, loss: Callable[[], Tensor], within: Callable[[], Any] = nullcontext) -> None:
         self.model, self.loss, self.within = model, loss, within
@@ -86,7 +86,7 @@ class Step:
 
 
 def _by_itself(model: Any, ids: Tensor, **more: Any) -> Callable[[], Tensor]:
-    """The loss that a model of transformers makes itself."""
+    """The loss that a Hugging Face model computes itself."""
     return lambda: model(input_ids=ids, labels=ids, use_cache=False, **more).loss
 
 
@@ -98,13 +98,13 @@ def single(model: Any, ids: Tensor) -> Tensor:
 
 
 def ours(model: Any, mesh: DeviceMesh, ids: Tensor, engine: str) -> Step:
-    """fusedtp's, of a copy."""
+    """fusedtp.parallelize of a copy."""
     made = parallelize(copy.deepcopy(model), mesh, engine=engine)
     return Step(made, _by_itself(made, ids))
 
 
 class _Attention(Attention):
-    """With the operations of transformers' Llama between the projections."""
+    """Attention with the operations of transformers' Llama between the projections."""
 
     is_causal = True
     rotary: tuple[Tensor, Tensor]  # cos and sin [B, S, D], set before each forward
@@ -126,7 +126,7 @@ class _Attention(Attention):
 
 
 class _MLP(MLP):
-    """With an activation of its own, outside the matmul."""
+    """MLP with a separate activation, not fused into the matmul."""
 
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
         gate, up = project(x, (self.gate_proj, self.up_proj), layout)
@@ -134,7 +134,7 @@ class _MLP(MLP):
 
 
 def by_nn(model: Any, mesh: DeviceMesh, ids: Tensor, engine: str, same: bool = False) -> Step:
-    """A model of fusedtp.nn with the weights of a Llama; `same`: with the operations of transformers' code."""
+    """A model of fusedtp.nn with the weights of a Llama; `same`: with transformers' own operations."""
     config, dtype = model.config, str(model.dtype).removeprefix("torch.")
     shape = ModelConfig(
         vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
@@ -168,7 +168,7 @@ def by_nn(model: Any, mesh: DeviceMesh, ids: Tensor, engine: str, same: bool = F
 
 
 def stock(folder: str, mesh: DeviceMesh, ids: Tensor, dtype: torch.dtype) -> Step:
-    """transformers' own, from a folder that save_pretrained wrote. Collective."""
+    """transformers' own tensor parallelism, from a folder that save_pretrained wrote. Collective."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -179,9 +179,9 @@ def stock(folder: str, mesh: DeviceMesh, ids: Tensor, dtype: torch.dtype) -> Ste
 
 
 def by_torch(model: Any, mesh: DeviceMesh, ids: Tensor) -> Step:
-    """The plan of torch's documentation for a Llama, of a copy.
+    """The plan for a Llama in torch's documentation, on a copy.
 
-    Tokens are split between layers ([B, S_r, H]), so positions are given: the model's code would count its own rows.
+    Tokens are split between layers ([B, S_r, H]), so positions must be given: the model would number its local rows.
     """
     made = copy.deepcopy(model)
     parallelize_module(
@@ -206,7 +206,7 @@ def by_torch(model: Any, mesh: DeviceMesh, ids: Tensor) -> Step:
             plan[name] = ColwiseParallel()
         elif name.endswith(ROWS):
             plan[name] = RowwiseParallel(output_layouts=Shard(1))
-        elif name.endswith(("q_norm", "k_norm")):  # of local heads: a part of their gradient, summed below
+        elif name.endswith(("q_norm", "k_norm")):  # local heads: partial gradients, summed below
             plan[name] = HeadNorm()
     for layer in made.model.layers:
         parallelize_module(layer, mesh, plan)
@@ -215,14 +215,14 @@ def by_torch(model: Any, mesh: DeviceMesh, ids: Tensor) -> Step:
 
 
 class HeadNorm(SequenceParallel):
-    """A norm over the features of heads [B, S, heads, D], of which ranks hold some: plain tensors in and out."""
+    """A norm over the features of heads [B, S, heads, D], with heads split over ranks: plain tensors in and out."""
 
     def __init__(self) -> None:
         super().__init__(sequence_dim=2, use_local_output=True)
 
 
 def ceiling(model: Any, mesh: DeviceMesh, ids: Tensor) -> Step:
-    """Plain shards, no communication; of a copy."""
+    """Plain shards of a copy, no communication."""
     made, rank, world_size = copy.deepcopy(model), mesh.get_local_rank(), mesh.size()
     for name, parameter in list(made.named_parameters()):
         parent = made.get_submodule(name.rpartition(".")[0])
@@ -257,7 +257,7 @@ def ceiling(model: Any, mesh: DeviceMesh, ids: Tensor) -> Step:
 
 
 def _shard(name: str, full: Tensor, rank: int, world_size: int) -> Tensor:
-    """What a rank holds of a parameter, by the models' own plan."""
+    """A rank's shard of a parameter, by the model's own plan."""
     module = name.removesuffix(".weight")
     if module.endswith("experts.gate_up_proj"):
         return torch.cat([half.chunk(world_size, 1)[rank] for half in full.chunk(2, 1)], 1)
@@ -267,7 +267,7 @@ def _shard(name: str, full: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def even(config: Any, tokens: int, world_size: int) -> None:
-    """Raises ValueError for what does not split evenly, which the ceiling asks for."""
+    """Raises ValueError for sizes that do not split evenly, as the ceiling requires."""
     sizes = {
         "tokens": tokens, "heads": config.num_attention_heads, "kv heads": config.num_key_value_heads,
         "vocabulary": config.vocab_size, "intermediate size": config.intermediate_size,

@@ -1,12 +1,12 @@
-"""fusedtp bench host: host time of eager fused calls, of shapes seen before, down to the driver's launch.
+"""fusedtp bench host: host time of eager fused calls with known shapes, down to the driver's launch.
 
-Two processes on CPU take the paths of ranks on GPUs: no signal of the host's, no wait. All runs: checks, autograd, the
-plan of the call, the workspace, the prepared launch and its pointers, and what Triton does to launch a kernel compiled
-for sm_90, its C code included. Only the driver does nothing (idle_driver.py). So CUDA's own time is missing: that of
-a launch, and of the order of streams.
+Two CPU processes take the code paths of ranks on GPUs, without host signals and waits. Everything runs: checks,
+autograd, the plan of the call, the workspace, the prepared launch and its pointers, and Triton's launch of a kernel
+compiled for sm_90, including its C code. Only the driver does nothing (idle_driver.py). So only CUDA's own time is
+missing: that of a launch and of stream ordering.
 
-With --gpu all of that is there: the two processes have a GPU each, or share this machine's one, where kernels take
-turns, which the host does not wait for.
+With --gpu nothing is missing: the two processes have one GPU each, or share the machine's only GPU. On a shared GPU
+kernels take turns, but the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from .output import table
 from .rank import Rank, run, run_ranks
 
 RANKS = 2
-IN_A_ROW = 20  # as in a loop that does nothing else: all is in the core's caches
+IN_A_ROW = 20  # as in a tight loop, with everything in the core's caches
 BOUND = ", bound by Triton"
 H100 = Machine("cuda", 132, 232448, name="H100", capability=90)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Host time of eager fused calls beside a driver that starts nothing. Microseconds, medians."""
+    """Host time of eager fused calls with a driver that does nothing. Microseconds, medians."""
 
     rounds: int = 2000
     """Interleaved repetitions of each call."""
     tokens: int = 64
-    """Rows of all ranks; they cost the host nothing."""
+    """Rows of all ranks; they do not affect host time."""
     gpu: bool = False
-    """On GPUs, with nothing left out. At most 8 rounds."""
+    """Measure on GPUs with the real driver. At most 8 rounds."""
     save: bool = False
     """Keep the result in the repository."""
     out: str = ""
@@ -67,19 +67,19 @@ class Options:
 
 
 Calls = dict[str, Callable[..., Any]]
-# Processes that share a GPU take turns there: a call that waits for the other one's takes some ten milliseconds.
+# Processes that share a GPU take turns: a call that waits for one of the other process takes some ten milliseconds.
 MOST_ROUNDS_OF_GPU, IN_A_ROW_OF_GPU = 8, 10
 
 
 def measure(rank: Rank, rounds: int, tokens: int) -> dict[str, dict[str, float]]:
-    """call -> pass -> microseconds, of this rank. Collective."""
+    """call -> pass -> microseconds on this rank. Collective."""
     with tempfile.TemporaryDirectory() as folder:
         install(folder)
         return _measured(rank, rounds, tokens)
 
 
 def as_on_gpus(rank: Rank) -> None:
-    """From now on this rank on a CPU takes the paths of one on a GPU, with compiled kernels."""
+    """Make this CPU rank take the code paths of a GPU rank, with compiled kernels."""
     assert rank.comm is not None
     workspace = rank.comm.workspace
     workspace.on_cpu, workspace.meets = False, True
@@ -135,7 +135,7 @@ def _measured(rank: Rank, rounds: int, tokens: int) -> dict[str, dict[str, float
 
 
 def _calls(group: Any, tokens: int, device: torch.device) -> tuple[list[torch.Tensor], Calls]:
-    """Operands x, full and w, and calls of them."""
+    """Operands x, full and w, and the calls on them."""
     x, full, w1, w2, w3 = (
         torch.zeros(rows, 64, dtype=torch.bfloat16, device=device) for rows in (tokens // RANKS, tokens, 64, 64, 64)
     )
@@ -150,7 +150,7 @@ def _calls(group: Any, tokens: int, device: torch.device) -> tuple[list[torch.Te
 
 
 def measure_on_gpu(_rank: int, rounds: int, tokens: int) -> dict[str, dict[str, float]]:
-    """As `measure`, with real launches: what is enqueued is waited for after each round, which the times leave out."""
+    """Like `measure`, with real launches. Synchronizes after each round; the times do not include that."""
     torch.set_num_threads(1)
     device = torch.device("cuda", torch.cuda.current_device())
     group: Any = dist.group.WORLD
@@ -189,7 +189,7 @@ def measure_on_gpu(_rank: int, rounds: int, tokens: int) -> dict[str, dict[str, 
 
 @contextmanager
 def bound_by_triton() -> Iterator[None]:
-    """All launches go through Triton, as where a hook watches them; the difference is what its binding costs."""
+    """Route all launches through Triton, as if a launch hook were set; the difference is the cost of its binding."""
     from triton import knobs
 
     def watch(_: object) -> None:
@@ -203,11 +203,11 @@ def bound_by_triton() -> Iterator[None]:
 
 
 def _block(rank: Rank | None, tokens: int) -> Callable[[], object]:
-    """Forward and backward of a Transformer block, whose rotary tables are there, as in the layers after the first.
+    """Forward and backward of a Transformer block with existing rotary tables, as in all layers but the first.
 
-    torch's own operations run, on the CPU: what they compute is in the figure, small as these tensors are.
+    torch's own operations run on the CPU, so their compute time is included; the tensors are small.
 
-    rank   None: the block on one device, which says what torch and the local kernels take of this
+    rank   None: the block on one device, which shows the share of torch and the local kernels
     """
     sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
     config = ModelConfig(dtype="bfloat16", param_dtype="bfloat16", **sizes)
@@ -223,7 +223,7 @@ def _block(rank: Rank | None, tokens: int) -> Callable[[], object]:
     inputs = [x, *block.parameters()]
 
     def step() -> None:
-        """As a trainer's: torch.autograd.grad tells a pass that a leaf's gradient is wanted by an error, 10 us each."""
+        """Uses backward(), as a trainer does. With torch.autograd.grad, each leaf would cost an exception of 10 us."""
         y = block(x, layout)
         y.backward(y.detach())
         for leaf in inputs:
@@ -233,7 +233,7 @@ def _block(rank: Rank | None, tokens: int) -> Callable[[], object]:
 
 
 def _plan_of_experts() -> tuple[Callable[[], object], Callable[[], object]]:
-    """The index of an exchange of 8 ranks and 64 experts, few tokens: by its kernel, and as it is made in torch."""
+    """The index of an exchange of 8 ranks and 64 experts with few tokens: by its kernel, and in torch."""
     at = Exchange("", 1, (8,) * 8, 64, 2, 64, "triton")
     table = torch.ones(8, 64, dtype=torch.int32)
     places = torch.arange(16, dtype=torch.int32)

@@ -1,7 +1,7 @@
-"""A CUDA driver that starts nothing, so that Triton launches compiled kernels on a machine without a GPU.
+"""A CUDA driver that does nothing, so that Triton launches compiled kernels on a machine without a GPU.
 
-`install` builds a libcuda.so.1 whose functions return at once, and gives Triton its own CUDA driver on top of it: from
-`kernel[grid](...)` to cuLaunchKernelEx, all runs as it does beside a GPU. Operands may be CPU tensors.
+`install` builds a libcuda.so.1 with functions that return at once, and activates Triton's CUDA driver on top of it.
+Everything from `kernel[grid](...)` to cuLaunchKernelEx runs as with a GPU. Operands may be CPU tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-# Those that Triton's driver calls, with what it reads of their results.
+# The functions that Triton's driver calls, with the results that it reads.
 SOURCE = r"""
 #include <stdint.h>
 #define DOES_NOTHING(name) int name() { return 0; }
@@ -46,12 +46,12 @@ DOES_NOTHING(cuLaunchKernelEx) DOES_NOTHING(cuLaunchKernel)
 
 
 def c_compiler() -> str | None:
-    """Which Triton needs too, for its own driver."""
+    """A C compiler, which Triton also needs for its own driver; None if there is none."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
 
 
 def install(folder: str) -> None:
-    """Make it Triton's active driver in this process, built in `folder`, where Triton's cache goes as well."""
+    """Build the driver in `folder` and make it Triton's active driver in this process, with its cache in `folder`."""
     compiler = c_compiler()
     assert compiler is not None
     source, library = Path(folder) / "idle.c", Path(folder) / "libcuda.so.1"
@@ -67,7 +67,7 @@ def install(folder: str) -> None:
         str(source),
     ]
     subprocess.run(command, check=True)
-    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)  # whoever opens libcuda.so.1 from now on gets this one
+    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)  # later dlopens of libcuda.so.1 return this one
     os.environ["TRITON_LIBCUDA_PATH"] = folder
     os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "cache")
 

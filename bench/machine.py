@@ -1,4 +1,4 @@
-"""What a figure needs beside it: machine, versions, commit, command."""
+"""The context of a measurement: machine, versions, commit, command."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _cpu() -> str:
 
 
 def commit() -> str:
-    """Which code this is: the commit of a checkout; where files were changed since, or there is no git, with a + and a
-    digest of the code. Empty for an installed package. Results are no code.
+    """Identifies the code: the commit of a checkout; if files have changed since, or without git, with a + and a digest
+    of the code. Empty for an installed package. Results do not count as code.
     """
     if not in_checkout():
         return ""
@@ -68,7 +68,7 @@ def _digest() -> str:
 
 
 def gpu_state() -> dict[str, str] | None:
-    """What nvidia-smi says of the first GPU that this process may use, now; None without it or without a GPU."""
+    """The current nvidia-smi state of the first GPU that this process may use; None without it or without a GPU."""
     if not torch.cuda.is_available():
         return None
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
@@ -82,7 +82,7 @@ def gpu_state() -> dict[str, str] | None:
 
 
 def describe_run(device: str, argv: list[str]) -> dict[str, Any]:
-    """Of this machine, now, for a result of `fusedtp bench`."""
+    """Describes this machine and its current state, for a result of `fusedtp bench`."""
     about = describe(1, [])
     del about["ranks"]
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
@@ -107,20 +107,20 @@ def version_of(package: str) -> str | None:
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """What of two results' machines differs, in words; figures of different machines are no comparison."""
+    """The differences between two results' machines, in words; results of different machines are not comparable."""
     names = ("device", "gpu", "cpu", "cores", "capability")
     return [f"{name}: {a.get(name)} and {b.get(name)}" for name in names if a.get(name) != b.get(name)]
 
 
 def folder_of(about: dict[str, Any], save: bool) -> Path:
-    """Where results go: of a checkout bench/out/, or bench/results/<machine>/ to keep; else ./fusedtp-bench/."""
+    """Folder of results: in a checkout bench/out/, or bench/results/<machine>/ with `save`; else ./fusedtp-bench/."""
     if not in_checkout():
         return Path("fusedtp-bench")
     return HERE / "results" / slug(about) if save else HERE / "out"
 
 
 def describe(ranks: int, options: list[str]) -> dict[str, Any]:
-    """Of this machine, now."""
+    """Describes this machine and its current state."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),

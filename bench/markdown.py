@@ -1,5 +1,5 @@
-"""python -m bench.markdown RESULT.json: the tables of the README, docs/measured.md or docs/gpu.md, or of the suite
-`train`, from a saved result.
+"""python -m bench.markdown RESULT.json: prints a saved result as the tables of the README, docs/measured.md or
+docs/gpu.md, or of the suite `train`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .cpu import gap
 
 
 def operations(result: dict[str, Any]) -> str:
-    """A row a case: milliseconds, the speedup, and the share of gloo's overhead that is gone."""
+    """One row per case: milliseconds, the speedup, and the share of gloo's overhead that is removed."""
     lines = [
         "| operation | dtype | tokens x K x N | | matmuls alone | gloo | fusedtp | gloo / fusedtp | removed |",
         "|---|---|---|---|---:|---:|---:|---:|---:|",
@@ -30,7 +30,7 @@ def operations(result: dict[str, Any]) -> str:
 
 
 def training_step(result: dict[str, Any]) -> str:
-    """A row a way to run the step: seconds by dtype."""
+    """One row per way to run the step: seconds by dtype."""
     steps = result["training_step"]
     lines = ["| | " + " | ".join(step["dtype"] for step in steps) + " |", "|---|" + "---:|" * len(steps)]
     for way in steps[0]["seconds"]:
@@ -40,7 +40,7 @@ def training_step(result: dict[str, Any]) -> str:
 
 
 def foreign(result: dict[str, Any]) -> str:
-    """The suite `hf`: a column a model and dtype, a row a way to run it, then what follows from the times."""
+    """The suite `hf`: one column per model and dtype, one row per way to run it, then derived figures."""
     results = result["results"]
     lines = ["| | " + " | ".join(f"{each['model']} {each['dtype']}" for each in results) + " |"]
     lines.append("|---|" + "---:|" * len(results))
@@ -55,7 +55,7 @@ def foreign(result: dict[str, Any]) -> str:
 
 
 def trainer(result: dict[str, Any]) -> str:
-    """The suite `train`: a row a schedule and number of ranks, then overhead and checkpoint in words."""
+    """The suite `train`: one row per schedule and number of ranks, then overhead and checkpoint in words."""
     lines = [
         "| schedule | ranks | stages of a rank | idle | quartiles | order | formula | idle / order | step / order |",
         "|---|---:|---:|---:|---|---:|---:|---:|---:|",
@@ -77,7 +77,7 @@ def trainer(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *told])
 
 
-RIVALS = {  # suite -> (the row that ours is held against, ours)
+RIVALS = {  # suite -> (the baseline, ours)
     "matmul": ("torch.matmul (cuBLAS)", "fusedtp triton"),
     "grouped-matmul": ("torch grouped_mm", "fusedtp triton"),
     "fp8": ("torch.matmul (cuBLAS)", "fusedtp fp8"),
@@ -88,8 +88,8 @@ RIVALS = {  # suite -> (the row that ours is held against, ours)
 
 
 def engines(result: dict[str, Any], **only: Any) -> str:
-    """A table a suite and kind of shape: a row a shape, among those with the fields `only`, a column an engine,
-    microseconds; how many times as long the suite's rival took; and MFU, where it was measured.
+    """One table per suite and kind of shape, in microseconds: one row per shape that matches `only`, one column per
+    engine, then the time of the suite's baseline over ours, and MFU if it was measured.
     """
     tables = []
     for suite, named in dict.fromkeys((row["suite"], tuple(row["shape"])) for row in result["rows"]):
@@ -124,7 +124,7 @@ def engines(result: dict[str, Any], **only: Any) -> str:
 
 
 def machine(result: dict[str, Any]) -> str:
-    """Where, with what and how it was measured."""
+    """The machine, the versions and the command of a measurement."""
     about = result["machine"]
     if about.get("gpu"):
         return (

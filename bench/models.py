@@ -1,13 +1,13 @@
-"""One stack of Transformer blocks, made parallel in four ways that compute the same.
+"""One stack of Transformer blocks in four ways that compute the same.
 
     single    unparallelized, all tokens
     torch     torch's parallelize_module: ColwiseParallel, RowwiseParallel, SequenceParallel, over gloo
     ours      fusedtp.parallelize
-    ceiling   the same shards as ours, every transfer replaced by a copy inside this process: what is left when
-              communication costs nothing but the copy (its numbers are wrong, its matmuls are the same)
+    ceiling   the same shards as ours, every transfer replaced by a copy inside this process: the time that remains if
+              communication costs no more than the copy (its numbers are wrong, its matmuls are the same)
 
-The blocks are fusedtp.nn's in all of them, so that norms, rotation, attention and the gated activation are the same
-code; torch's way and the unparallelized one get nn.Linear, which parallelize_module asks for.
+All use the blocks of fusedtp.nn, so that norms, rotary embedding, attention and the gated activation are the same code.
+torch and single use nn.Linear, which parallelize_module requires.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ ROWS = ("o_proj", "down_proj")
 
 
 def same_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T, 16-bit through fp32 where that is faster here (rivals.py)."""
+    """x @ weight.T; 16 bits through fp32 where that is faster (rivals.py)."""
     return F.linear(x.float(), weight.float()).to(x.dtype) if widens(x.dtype) else F.linear(x, weight)
 
 
 class PlainLinear(nn.Linear):
-    """nn.Linear without bias that takes, and ignores, a layout."""
+    """nn.Linear without bias that accepts and ignores a layout."""
 
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
         """x [..., K] -> [..., N]."""
@@ -77,7 +77,7 @@ class Stack(nn.Module):
 
 
 def single(config: ModelConfig) -> Stack:
-    """Not parallel."""
+    """The unparallelized stack."""
     return Stack(config, PlainLinear)
 
 
@@ -100,14 +100,14 @@ def by_torch(config: ModelConfig, mesh: DeviceMesh) -> Stack:
 
 
 def ours(config: ModelConfig, mesh: DeviceMesh, engine: str) -> Stack:
-    """fusedtp's."""
+    """The stack parallelized by fusedtp."""
     stack = Stack(config)
     parallelize(stack, mesh, engine=engine)
     return stack
 
 
 class _Gather(Function):
-    """x [T_r, K] -> [T, K], W copies of x; backward adds the W parts of the gradient."""
+    """x [T_r, K] -> [T, K], W copies of x; backward sums the W parts of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, world_size: int) -> Tensor:
@@ -134,7 +134,7 @@ class _Scatter(Function):
 
 
 class Copies:
-    """Stands at `module.parallel` (fusedtp/nn/hooks.py) with copies where a parallel layer communicates."""
+    """A `module.parallel` (fusedtp/nn/hooks.py) that copies where a parallel layer communicates."""
 
     gather_output = False
 

@@ -1,6 +1,6 @@
-"""Options as typed dataclasses, read by tyro, or without it by argparse from the same fields.
+"""Options as typed dataclasses, parsed by tyro, or without it by argparse from the same fields.
 
-What suites, `tune` and `crossover` have in common stands here: their fields, how lists are read, which worlds can be.
+Contains the options that suites, `tune` and `crossover` share, the parsing of lists, and the choice of the world.
 """
 
 from __future__ import annotations
@@ -42,63 +42,63 @@ WHERE = {  # shapes, tokens, tp, dtype, engine
 
 
 class Refused(ValueError):
-    """Options that are well-formed, but not for this machine."""
+    """Options that are valid, but not on this machine."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Fields of every command that measures. Lists are separated by commas."""
+    """Options of every command that measures. Lists are comma-separated."""
 
     shapes: str = ""
     """Models by name (`fusedtp bench all --list`)."""
     tokens: str = ""
-    """T, tokens of all ranks."""
+    """T, total tokens of all ranks."""
     tp: str = ""
-    """Ranks of a tensor-parallel group."""
+    """Numbers of ranks of a tensor-parallel group."""
     dtype: str = ""
     """float32, float16, bfloat16."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Default: cuda if there is a GPU."""
     world: Literal["auto", "processes", "virtual"] = "auto"
-    """One process a rank, or all ranks in this one. Default: processes, but virtual on a single GPU."""
+    """One process per rank, or all ranks in this process. Default: processes, but virtual on a single GPU."""
     save: bool = False
     """Keep the result in the repository."""
 
 
 @dataclass(frozen=True)
 class Options(Shared):
-    """What to measure, where, for how long, and where results go. Lists are separated by commas.
+    """What to measure, where, for how long, and where to write results. Lists are comma-separated.
 
     Defaults: llama3-8b,llama3-70b at 2048,8192,16384 tokens on 1,8 ranks in bfloat16, engines triton, triton-copy,
-    chunked, collective; on a CPU qwen3-0.6b at 256 tokens on 2 ranks in float32,bfloat16, chunked, collective. Shapes
-    may be square-N. Suites of one device take --tp for their shapes.
+    chunked, collective; on a CPU, qwen3-0.6b at 256 tokens on 2 ranks in float32,bfloat16, engines chunked, collective.
+    Shapes may be square-N. Single-device suites use --tp for their shapes.
     """
 
     engine: str = ""
     """Engines of the fused operations."""
     minutes: float | None = None
-    """About how long all samples take together. Default: 5; 0.05 with --smoke."""
+    """Approximate total time of all samples. Default: 5; 0.05 with --smoke."""
     compile: bool = True
-    """Measure torch.compile too (its compilation takes long and is in no figure)."""
+    """Also measure torch.compile (its compilation takes long and is not included in any figure)."""
     smoke: bool = False
-    """Small shapes and few samples: shows that everything runs, its figures mean nothing."""
+    """Small shapes and few samples: only shows that everything runs; its figures are meaningless."""
     suites: str = ""
     """With `all`: only these suites."""
     out: str = ""
     """File of the result. Default: bench/out/SUITE.json, or with --save bench/results/MACHINE/SUITE.json."""
     resume: bool = False
-    """Keep what an interrupted run of the same commit and options had measured, or a finished one."""
+    """Keep the results of an interrupted or finished run with the same commit and options."""
     plots: bool = True
-    """Draw pictures beside the JSON, where matplotlib is installed."""
+    """Draw pictures next to the JSON, if matplotlib is installed."""
     list: bool = False
-    """List the shapes there are, and end."""
+    """List the known shapes and exit."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Options with every default filled in, and checked.
+    """Checked options with every default filled in.
 
-    seconds     what all samples take together
+    seconds     total time of all samples
     interpret   ranks are processes in which Triton interprets kernels
     """
 
@@ -118,7 +118,7 @@ class Plan:
 def filled(
     options: Shared, defaults: Mapping[str, Sequence[str]], faults: list[str], dtypes: Sequence[str] = DTYPES
 ) -> Plan:
-    """What commands share, filled in and checked; every fault is entered in `faults`.
+    """The shared options, with defaults filled in and checked; every fault is added to `faults`.
 
     defaults   device -> shapes, tokens, tp, dtype
     """
@@ -158,24 +158,24 @@ def plan_of(options: Options) -> Plan:
 
 
 def device_of(device: str) -> str:
-    """ "auto" as the device that is here."""
+    """Resolves "auto" to the available device."""
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def world_of(world: str, device: str) -> str:
-    """ "auto" as the world that a device can have."""
+    """Resolves "auto" to a world that is possible on the device."""
     if world != "auto":
         return world
     return "virtual" if device == "cuda" and torch.cuda.device_count() < 2 else "processes"
 
 
 def items(text: str) -> tuple[str, ...]:
-    """What a list of the command line names."""
+    """The items of a list from the command line."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def numbers(name: str, text: str, faults: list[str]) -> tuple[int, ...]:
-    """The same of positive whole numbers; what is none is entered in `faults`."""
+    """A list of positive integers; invalid items are added to `faults`."""
     wrong = [item for item in items(text) if not item.isdigit() or int(item) < 1]
     faults += [f"--{name} {item!r} is no positive whole number" for item in wrong]
     if not items(text):
@@ -184,14 +184,14 @@ def numbers(name: str, text: str, faults: list[str]) -> tuple[int, ...]:
 
 
 def known(name: str, text: str, names: Iterable[str], faults: list[str]) -> tuple[str, ...]:
-    """The same of names out of a list."""
+    """A list of names out of `names`; unknown ones are added to `faults`."""
     wrong = [item for item in items(text) if item not in names]
     faults += [f"--{name} {item!r} is none of {', '.join(names)}" for item in wrong]
     return tuple(item for item in items(text) if item not in wrong)
 
 
 def parse(kind: type[T], argv: Sequence[str], prog: str) -> T:
-    """argv as an instance of a dataclass of str, int, float, bool, Literal and optional fields."""
+    """Parses argv into a dataclass with str, int, float, bool, Literal and optional fields."""
     try:
         import tyro
     except ImportError:

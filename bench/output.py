@@ -1,4 +1,4 @@
-"""A result for people: a table a suite, by rich where it is installed, else plain; and pictures, with matplotlib."""
+"""Prints a result: a table per case, with rich if it is installed, else plain; and draws pictures with matplotlib."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ COLUMNS = (
 )
 
 OURS = tuple(f"fusedtp {engine}" for engine in ("chunked", "triton", "triton-copy", "multimem", "auto"))
-ABOVE_ROOF = " !"  # after a share that cannot be
+ABOVE_ROOF = " !"  # marks an impossible share
 
 
 def cells(row: Row) -> list[str]:
-    """One row, as COLUMNS."""
+    """The cells of one row, in the order of COLUMNS."""
     rate, flops = row.rate, row.flops is not None
 
     def number(value: float | None, text: str) -> str:
@@ -57,7 +57,7 @@ def cells(row: Row) -> list[str]:
 
 
 def headline(row: Row) -> str:
-    """What the rows of one case have in common."""
+    """The common title of the rows of one case."""
     shape = " ".join(f"{name}={value}" for name, value in row.shape.items())
     return f"{row.suite}: {shape} {row.dtype}, {row.world} x {row.ranks}"
 
@@ -86,7 +86,7 @@ def show(about: Mapping[str, Any], roofs: Mapping[str, Mapping[str, float]], row
 
 
 def table(title: str, header: list[str], lines: list[list[str]], wide: Sequence[str] = ("note",)) -> None:
-    """Print one. `wide` columns may be wrapped; those of words, the first and `wide` ones, are set to the left."""
+    """Print a table. `wide` columns may be wrapped. The first column and `wide` ones are left-aligned."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -107,7 +107,7 @@ def table(title: str, header: list[str], lines: list[list[str]], wide: Sequence[
 
 @contextmanager
 def progress(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
-    """Yields what to call with the name of each of `total` steps as it begins. Without rich it says nothing."""
+    """Yields a function to call with the name of each of `total` steps as it begins. Shows nothing without rich."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -121,7 +121,7 @@ def progress(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
 
 
 def plain_table(title: str, header: list[str], lines: list[list[str]]) -> str:
-    """The same in spaces."""
+    """The same table, aligned with spaces."""
     widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
     text = [title]
     for line in [header, *lines]:
@@ -130,7 +130,7 @@ def plain_table(title: str, header: list[str], lines: list[list[str]]) -> str:
 
 
 def draw(path: Path, about: Mapping[str, Any], roofs: Mapping[str, Any], rows: Sequence[Row]) -> list[Path]:
-    """Pictures beside `path`; none without matplotlib."""
+    """Draw pictures next to `path`; none without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -140,14 +140,14 @@ def draw(path: Path, about: Mapping[str, Any], roofs: Mapping[str, Any], rows: S
     return _draw(path, about, roofs, rows)
 
 
-# -- pictures: a roofline, fused against unfused over tokens, and where they cross ------------------------------------
+# -- pictures: a roofline, fused against unfused over tokens, and their crossover -------------------------------------
 
 
 Lines = dict[str, list[tuple[float, float]]]  # label -> (x, y)
 
 
 def _draw(path: Path, about: Mapping[str, Any], roofs: Mapping[str, Any], rows: Sequence[Row]) -> list[Path]:
-    """Write <stem>-roofline.png, <stem>-tokens.png and <stem>-crossover.png, as far as there are rows for them."""
+    """Write <stem>-roofline.png, <stem>-tokens.png and <stem>-crossover.png, if there are rows for them."""
     import matplotlib.pyplot as plt
 
     subtitle = f"{about.get('gpu') or about['cpu']}, torch {about['torch']}, commit {about['commit'] or '-'}"
@@ -164,7 +164,7 @@ def _draw(path: Path, about: Mapping[str, Any], roofs: Mapping[str, Any], rows: 
 
 
 def intensity(row: Row) -> float | None:
-    """FLOP per byte, with every operand and result moved once; None for rows without flops or K and N."""
+    """FLOPs per byte, with every operand and result moved once; None for rows without FLOPs or without T, K and N."""
     if row.flops is None or not all(isinstance(row.shape.get(name), int) for name in "TKN"):
         return None
     t, k, n = (int(row.shape[name]) for name in "TKN")
@@ -173,7 +173,7 @@ def intensity(row: Row) -> float | None:
 
 
 def roofline(rows: Sequence[Row], roofs: Mapping[str, Any]) -> Any:
-    """Rates of matmuls against their intensity, under the roofs of the same run."""
+    """Rates of matmuls over their arithmetic intensity, with the roofs of the same run."""
     import matplotlib.pyplot as plt
 
     points: dict[str, list[tuple[float, float]]] = {}
@@ -205,7 +205,7 @@ def roofline(rows: Sequence[Row], roofs: Mapping[str, Any]) -> Any:
 
 
 def fused_lines(rows: Sequence[Row]) -> dict[str, Lines]:
-    """Title -> engine -> (T, ms), of rows that have communication in them."""
+    """Title -> engine -> (T, ms), for rows with communication."""
     found: dict[str, Lines] = {}
     for row in rows:
         if row.seconds is None or row.t_comm is None:
@@ -241,7 +241,7 @@ def _panels(lines: dict[str, Lines], ylabel: str) -> Any:
 
 
 def over_tokens(rows: Sequence[Row], roofs: Mapping[str, Any]) -> Any:
-    """Milliseconds of every way, over tokens."""
+    """Milliseconds of every way over tokens."""
     lines = fused_lines(rows)
     return _panels(lines, "ms") if lines else None
 
@@ -261,7 +261,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, Lines]:
 
 
 def crossover(rows: Sequence[Row], roofs: Mapping[str, Any]) -> Any:
-    """Time of what communicates first or last, over the time of ours: above 1 fusion wins."""
+    """Time of the unfused way over our time: above 1, fusion wins."""
     found = ratios(rows)
     if not found:
         return None

@@ -1,11 +1,11 @@
 """python -m fusedtp.bench.predicted FILE ...: tables of engines from predicted times, for GPUs without measured ones.
 
-FILE is what `python -m fusedtp.bench.timed --sizes --tp RANKS --save FILE` writes. All files of one node, one for each
-number of ranks, make the table `predicted` of each kind of GPU that the node stands for. It goes to fusedtp/ops/tables,
-from where it ships; `engine="auto"` asks it where no table of measured times is. A fused kernel is taken only where it
-is predicted to be MARGIN times as fast as product and collective one after the other: the model is up to a quarter too
-fast (docs/timed-schedule.md). A gather's rows go by the copy engine, which takes more calls of the driver, from the
-first size on that gains GAIN by it, if no larger one loses.
+`python -m fusedtp.bench.timed --sizes --tp RANKS --save FILE` writes FILE. All files of one node, one for each number
+of ranks, make the table `predicted` of each kind of GPU that the node represents. The table is written to
+fusedtp/ops/tables and ships with the package; `engine="auto"` reads it if there is no table of measured times. A fused
+kernel is chosen only if it is predicted to be MARGIN times as fast as matmul and collective one after the other,
+because predictions are up to a quarter too low (docs/timed-schedule.md). The copy engine takes more driver calls, so a
+gather uses it only from the first size on that gains a factor of GAIN, if no larger size loses.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from . import tables
 from .shapes import MODELS
 
 MARGIN, GAIN = 1.25, 1.02
-GPUS = {  # what torch calls the GPUs of each node
+GPUS = {  # node -> torch's names of its GPUs
     "h100": ("NVIDIA H100 80GB HBM3",),
     "h200": ("NVIDIA H200",),
     "a100": ("NVIDIA A100-SXM4-80GB",),
 }
-LIKE = {"all_gather_matmul": ("all_gather_matmul", "all_gather_gated_matmul")}  # what travels is the same
-DTYPES = ("bfloat16", "float16")  # of the predictions; fp16 is as fast
+LIKE = {"all_gather_matmul": ("all_gather_matmul", "all_gather_gated_matmul")}  # they send the same data
+DTYPES = ("bfloat16", "float16")  # predictions apply to both; fp16 is as fast
 
 
 def steps_of(fused: Mapping[int, bool]) -> measured.Steps:
-    """Whether the fused kernel wins at these numbers of rows, to [(first rows, engine)], rows rising from 0.
+    """{rows: whether the fused kernel wins} -> [(first rows, engine)], with rows rising from 0.
 
-    Between two of these numbers it is taken if it wins at both. Few rows have kernels of their own, so it may win, lose
+    Between two sizes the fused kernel is chosen if it wins at both. Few rows have separate kernels, so it may win, lose
     and win again; predictions have no noise, so each change is real.
     """
     steps: measured.Steps = []
@@ -50,7 +50,7 @@ def steps_of(fused: Mapping[int, bool]) -> measured.Steps:
 
 
 def transports_of(times: Mapping[int, Mapping[str, float]]) -> measured.Steps:
-    """Who moves a gather's rows, by the number of rows of all ranks; `times` by it, "fused" and maybe "copied"."""
+    """The transport of a gather, by the number of rows of all ranks. times: rows -> "fused" and perhaps "copied"."""
     steps: measured.Steps = [(0, "programs")]
     for at in sorted(times, reverse=True):
         copied = times[at].get("copied", inf)
@@ -62,9 +62,9 @@ def transports_of(times: Mapping[int, Mapping[str, float]]) -> measured.Steps:
 
 
 def entries_of(rows: Mapping[str, Mapping[str, float]], ranks: int) -> list[tables.Entry]:
-    """What the table says of groups of so many ranks, for each operation, width and dtype.
+    """The table's entries for groups of this many ranks, for each operation, width and dtype.
 
-    rows   by "operation model tokens": microseconds, "unfused", "fused" and, of a gather by copies, "copied"
+    rows   "operation model tokens" -> microseconds: "unfused", "fused" and, for a gather by copies, "copied"
     """
     times: dict[tuple[str, int], dict[int, Mapping[str, float]]] = {}
     for name, us in rows.items():
@@ -90,9 +90,9 @@ def entries_of(rows: Mapping[str, Mapping[str, float]], ranks: int) -> list[tabl
 
 
 def write(files: Sequence[Path], folder: Path) -> list[Path]:
-    """The tables that follow from the files, which may be of several nodes and numbers of ranks, written.
+    """Write the tables made from the files, which may be of several nodes and numbers of ranks; returns their paths.
 
-    Raises ValueError for a file that is none, and for two of the same.
+    Raises ValueError for an invalid file, and for two files of the same node and number of ranks.
     """
     nodes: dict[str, list[dict[str, Any]]] = {}
     for file in files:
@@ -120,7 +120,7 @@ def write(files: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None, folder: Path = measured.SHIPPED) -> int:
-    """Write and say where; 2 for a file that is none."""
+    """Write the tables and print their paths; 2 for an invalid file."""
     files = list(sys.argv[1:] if argv is None else argv)
     if not files or files[0].startswith("-"):
         print(__doc__, file=sys.stderr if not files else sys.stdout)

@@ -1,10 +1,10 @@
-"""A rank as every benchmark sees it: group and device, how it warms up, samples, meets the others; and their worlds.
+"""A rank of a benchmark: its group and device, warm-up, sampling and synchronization; and the worlds of ranks.
 
 one          this process, no group
-processes    a process a rank: gloo on CPU, one core and thread each; NCCL on a GPU each
-virtual      threads of this process, on a GPU a stream each: fusedtp.VirtualWorld
+processes    one process per rank: gloo on CPU, with one core and thread each; NCCL with one GPU each
+virtual      threads of this process, with one stream each on a GPU: fusedtp.VirtualWorld
 
-`run(plan, count, fn, *args)` starts a world of so many ranks and returns what fn(rank, *args) returns on its first one.
+`run(plan, count, fn, *args)` starts a world of `count` ranks and returns the result of fn(rank, *args) on rank 0.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from .sample import Spread, Way
 
 LATE = "host time is in this: the device waited for the host"
 SMOKE_ROTATE = 1 << 20
-# Of a virtual world: what eight threads take to compile a kernel, and less than a part of a run.
+# For a virtual world: enough for eight threads to compile a kernel, and less than one part of a run.
 TIMEOUT_SECONDS = 90.0
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 SQUARES = {"cuda": (4096, 8192), "cpu": (1024, 1536)}
-SAMPLE_SECONDS = 4e-3  # of calls back to back on a GPU at least: what starts and ends them is then below a hundredth
+SAMPLE_SECONDS = 4e-3  # minimum for back-to-back calls on a GPU: start and end then cost less than 1 %
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-LARGEST_MMAP_THRESHOLD = 32 << 20  # that glibc takes
+LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc's maximum
 
 
 @dataclass
 class Rank:
     """One rank of a world. All ranks call the same methods in the same order.
 
-    seconds    what the samples of one case may take
-    roofs      dtype -> FLOP/s, "copy" -> bytes read and written a second: of all ranks at once
-    notes      of the last samples: way -> what is to be said of it
+    seconds    time budget for the samples of one case
+    roofs      dtype -> FLOP/s, "copy" -> bytes read and written per second: of all ranks at once
+    notes      way -> note on its last samples
     """
 
     plan: Plan
@@ -76,7 +76,7 @@ class Rank:
 
     @property
     def mesh(self) -> Any:
-        """What fusedtp.parallelize takes."""
+        """The mesh for fusedtp.parallelize."""
         if not isinstance(self.group, dist.ProcessGroup):
             return self.group
         return DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("tp",))
@@ -84,15 +84,15 @@ class Rank:
     # -- operands --
 
     def randn(self, *shape: int, dtype: str, seed: int, scale: float = 1.0) -> torch.Tensor:
-        """Normal numbers, others on each rank."""
+        """Normal random numbers, different on each rank."""
         generator = torch.Generator(self.device).manual_seed(1000 * seed + self.rank)
         drawn = torch.randn(shape, generator=generator, device=self.device) * scale
         return drawn.to(getattr(torch, dtype))
 
     def copies(self, make: Callable[[int], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """make(0), make(1), ... until their tensors together exceed twice the last cache: as many on all ranks.
+        """make(0), make(1), ... until their tensors exceed twice the last-level cache; the same number on all ranks.
 
-        Collective: what makes them may be.
+        Collective, and `make` may be collective.
         """
         first = make(0)
         nbytes = sum(t.numel() * t.element_size() for t in first if isinstance(t, torch.Tensor))
@@ -103,15 +103,15 @@ class Rank:
     # -- what ranks agree on --
 
     def worst(self, *numbers: float) -> list[float]:
-        """The largest over ranks, each."""
+        """The maximum of each number over ranks."""
         return self.meeting.slowest(list(numbers))
 
     def meet(self) -> None:
-        """Nobody goes on before all have come here."""
+        """A barrier of all ranks."""
         self.worst(0.0)
 
     def failures(self, ways: Mapping[str, Way]) -> dict[str, str]:
-        """Call each once: way -> why it failed, on any rank (another version, too little memory). Collective."""
+        """Call each way once; returns why ways failed on any rank (wrong version, out of memory). Collective."""
         found = {}
         for name, way in ways.items():
             why = ""
@@ -120,7 +120,7 @@ class Rank:
                 if self.device.type == "cuda":
                     torch.cuda.current_stream(self.device).synchronize()
             except (SignalTimeout, PeerFailed):
-                raise  # ranks do not know of each other any more
+                raise  # the ranks are no longer synchronized
             except Exception as error:
                 lines = str(error).strip().splitlines() or [""]
                 why = f"{type(error).__name__}: {lines[0]}"
@@ -131,7 +131,7 @@ class Rank:
     # -- time --
 
     def warm(self, way: Way, seconds: float = 2.0) -> None:
-        """Until it takes the same time again and again, or for so long."""
+        """Call until the times are steady, for at most this long."""
 
         def once() -> float:
             return self.worst(self.clock(self.meeting, way))[0]
@@ -148,15 +148,15 @@ class Rank:
         return {name: Spread.of(seconds) for name, seconds in times.items()}
 
     def host(self, way: Way, spread: Spread) -> float:
-        """Host time of one eager call; on a CPU the call is the work, which `spread` has the time of."""
+        """Host time of one eager call; on a CPU, the time of the call itself, from `spread`."""
         if self.device.type == "cpu":
             return spread.median
         return sample.host_seconds(way, self.meeting, self.device)
 
     def once(self, way: Way, calls: int = 1) -> float:
-        """Seconds of a call on this rank, of so many back to back, which the others make at the same time.
+        """Seconds per call on this rank, from `calls` back-to-back calls that all ranks make at the same time.
 
-        No gate is there: where the host is slower than the device, its time counts, as it does for a user.
+        There is no gate: if the host is slower than the device, its time counts, as it does for users.
         """
         self.meeting.barrier()
         if self.device.type != "cuda":
@@ -174,19 +174,19 @@ class Rank:
         return float(first.elapsed_time(last)) / 1e3 / calls
 
     def calls(self, way: Way) -> int:
-        """How many calls make a sample. The first one of `way` compiles, connects and grows workspaces."""
+        """Number of calls per sample. Also makes the first call, which compiles, connects and grows workspaces."""
         self.once(way)
         (seconds,) = self.worst(self.once(way))
         return max(1, min(100, int(SAMPLE_SECONDS / max(seconds, 1e-6)))) if self.device.type == "cuda" else 1
 
     def rounds(self, ways: Mapping[str, Way], seconds: float) -> dict[str, float]:
-        """Way -> the median of interleaved samples, each of calls back to back."""
+        """Way -> the median of interleaved samples, each of several back-to-back calls."""
         calls = {way: self.calls(way) for way in ways.values()}
         times = sample.interleave(ways, seconds, self.meeting, lambda _, way: self.once(way, calls[way]))
         return {name: median(samples) for name, samples in times.items()}
 
     def measure_roofs(self) -> None:
-        """Large square matmuls by the vendor's library, and a copy; all ranks at once, after a warm-up."""
+        """Measure large square matmuls of the vendor's library, and a copy, on all ranks at once after a warm-up."""
         ways: dict[str, Way] = {}
         flops: dict[str, float] = {}
         squares = (128,) if self.plan.smoke else SQUARES[self.device.type]
@@ -215,15 +215,15 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> Way:
 
 
 def run(plan: Plan, ranks: int, fn: Callable[..., Any], *args: Any) -> Any:
-    """What fn(rank, *args) returns on the first rank of a world of `ranks`. Raises Refused where it cannot be.
+    """Run fn(rank, *args) in a world of `ranks`; returns the result of rank 0. Raises Refused for an impossible world.
 
-    With plan.interpret the ranks are processes in which Triton interprets kernels, also where there is one only.
+    With plan.interpret the ranks are processes in which Triton interprets kernels, even a single rank.
     """
     if ranks == 1 and not plan.interpret:
         with _threads(1 if plan.smoke else torch.get_num_threads()):
             return fn(Rank(plan), *args)
     if plan.world == "virtual" and ranks > 1:
-        with _threads(max(1, torch.get_num_threads() // ranks)):  # of a CPU, which all ranks share
+        with _threads(max(1, torch.get_num_threads() // ranks)):  # the ranks share the CPU
             world = VirtualWorld(ranks, plan.device, TIMEOUT_SECONDS)
             return world.run(lambda group: fn(Rank(plan, group), *args))[0]
     if plan.device == "cuda" and torch.cuda.device_count() < ranks:
@@ -249,7 +249,7 @@ def _threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def _interpreting() -> Iterator[None]:
-    """Processes that start in here interpret kernels."""
+    """Processes started in this context interpret kernels."""
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
@@ -261,13 +261,13 @@ def _interpreting() -> Iterator[None]:
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo") -> Any:
-    """What fn(rank, *args) returns on rank 0; fn runs in a process for each number of a rank.
+    """Run fn(rank, *args) in one process per rank; returns the result of rank 0.
 
-    With a backend that serves CUDA, rank r has GPU r; gloo's ranks may share one.
+    With a CUDA backend, rank r uses GPU r; gloo's ranks may share a GPU.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # A fork server imports once for all ranks and worlds. CUDA must not start before a fork, and Triton interprets
-        # only where it was imported for that: such ranks spawn.
+        # A fork server imports once for all ranks and worlds. But CUDA must not start before a fork, and Triton
+        # interprets only if TRITON_INTERPRET was set at import, so such ranks are spawned.
         method = "spawn" if "cuda" in backend or interpreting() else "forkserver"
         if method == "forkserver":
             modules = {each.__module__ for each in (fn, *args) if callable(each)} - {"__main__"}
@@ -280,8 +280,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, backend: str 
 def _enter(
     rank: int, fn: Callable[..., Any], world_size: int, folder: str, args: tuple[Any, ...], backend: str
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # who started the ranks says what Ctrl-C ended
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine; its host name need not resolve
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports Ctrl-C
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine; its host name may not resolve
     if "cuda" in backend:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     else:
@@ -296,7 +296,7 @@ def _enter(
 
 
 def pin(rank: int) -> None:
-    """Keep this process on one core, if there is more than one, on one thread, and what it frees in its heap."""
+    """Run this process on one thread and one core (if there are several), and keep freed memory in its heap."""
     torch.set_num_threads(1)
     keep_heap()
     cores = sorted(os.sched_getaffinity(0))
@@ -305,11 +305,11 @@ def pin(rank: int) -> None:
 
 
 def keep_heap() -> bool:
-    """Have glibc keep memory that was freed, as other allocators do; False where there is no glibc.
+    """Make glibc keep freed memory, as other allocators do; returns False without glibc.
 
-    It gives free memory at the heap's top back to the kernel, and faults it in again, zeroed. Up to a third of a call
-    then depends on what happens to lie at the top: of two ways that are measured in turn, sometimes on one, sometimes
-    on the other.
+    By default glibc returns free memory at the top of the heap to the kernel, and later faults it in again, zeroed.
+    This can be up to a third of a call, depending on what happens to be at the top: when two ways are measured in
+    turn, it affects sometimes one and sometimes the other.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -1,17 +1,17 @@
-"""What others offer for the same work: a callable, or the words that say why it is not here.
+"""Baselines: for each, a callable, or the reason why it is not available.
 
 torch.compile    needs a C++ compiler on CPU, Triton on a GPU
 Liger-Kernel     the optional extra `liger`; its kernels need a GPU
-symm_mem         torch's fused_all_gather_matmul and fused_matmul_reduce_scatter: a GPU for each process
+symm_mem         torch's fused_all_gather_matmul and fused_matmul_reduce_scatter; needs one GPU per process
 by hand          the process group's collectives and torch's matmuls, one after another
 
-Parallel linear layers by hand save the shard of x, as fusedtp does:
+Parallel linear layers by hand save only the shard of x, as fusedtp does:
 
     Column   y = gather(x) @ w.T     dx = reduce_scatter(dy @ w)    dw = dy.T @ gather(x)
     Row      y = reduce_scatter(x @ w.T)    dx = gather(dy) @ w     dw = gather(dy).T @ x, of one gather
 
-On a CPU without 16-bit instructions 16-bit matmuls go through fp32, as fusedtp's do: what is compared is the
-communication.
+On a CPU without 16-bit instructions, 16-bit matmuls are computed in fp32, as in fusedtp, so that the comparison covers
+the communication.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-# torch 2.13 renamed both and warns of the old names.
+# torch 2.13 renamed both and warns about the old names.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-Found = tuple[Any, str]  # (what was found, "") or (None, why not)
+Found = tuple[Any, str]  # (the baseline, "") or (None, why not)
 
 
 def compiled(fn: Callable[..., Any], device: torch.device, wanted: bool) -> Found:
@@ -43,7 +43,7 @@ def compiled(fn: Callable[..., Any], device: torch.device, wanted: bool) -> Foun
         return None, "left out (--no-compile)"
     if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", os.environ.get("CXX", ""))):
         return None, "torch.compile: no C++ compiler found"
-    torch.compiler.reset()  # or the ninth shape of the same lines would run eagerly
+    torch.compiler.reset()  # otherwise the ninth shape of the same code would run eagerly
     return torch.compile(fn, dynamic=False), ""
 
 
@@ -73,7 +73,7 @@ def symm_mem(group: Any, device: torch.device) -> Found:
         from torch.distributed import _symmetric_memory as symmetric
 
         enable = getattr(symmetric, "enable_symm_mem_for_group", None)
-        if enable is not None:  # newer ones need it no more, and warn of it
+        if enable is not None:  # newer versions do not need it and warn
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 enable(group.group_name)
@@ -83,7 +83,7 @@ def symm_mem(group: Any, device: torch.device) -> Found:
 
 
 class ByHand:
-    """The process group's collectives called directly, into outputs made once a shape."""
+    """The process group's collectives called directly, with output buffers that are allocated once per shape."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.world_size = group, group.size()
@@ -127,14 +127,14 @@ def collective_name(device: torch.device) -> str:
 
 
 def vendor_name(device: torch.device) -> str:
-    """Whose matmul torch.matmul runs."""
+    """The library that torch.matmul uses."""
     if device.type == "cpu":
         return "torch.matmul"
     return "torch.matmul (hipBLAS)" if torch.version.hip else "torch.matmul (cuBLAS)"
 
 
 class Nothing(ByHand):
-    """The same outputs, never written: what remains are the matmuls."""
+    """No communication: returns the same output buffers unwritten, so only the matmuls remain."""
 
     def gather(self, x: Tensor) -> Tensor:
         return self._output("gather", x.shape[0] * self.world_size, x.shape[1], x)
@@ -153,7 +153,7 @@ def widens(dtype: torch.dtype) -> bool:
 
 
 def matmul(x: Tensor, w: Tensor) -> Tensor:
-    """x [M, K] @ w [N, K].T by the vendor's library; 16 bits through fp32 on a CPU that is faster so."""
+    """x [M, K] @ w [N, K].T with the vendor's library; 16 bits through fp32 on CPUs where that is faster."""
     if x.device.type == "cpu" and widens(x.dtype):
         return torch.mm(x.float(), w.float().t()).to(x.dtype)
     return torch.mm(x, w.t())

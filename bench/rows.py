@@ -1,7 +1,7 @@
-"""One row of a result: what was run, how long it took, and the figures that follow from it; and the journal of a run.
+"""One row of a result: what was run, its time, and derived figures; and the journal of a run.
 
-docs/benchmarks.md explains each figure. Those that follow from others are computed here and nowhere else, so that a
-row's own times give them again.
+docs/benchmarks.md explains each figure. Derived figures are computed only here, so that they can be recomputed from the
+times of a row.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from .sample import Spread
 
 FORMAT = "fusedtp-bench-1"
-FAILED = "failed: "  # how the note of a row begins that should have a time
+FAILED = "failed: "  # prefix of the note of a row that should have a time
 
 
 @dataclass(frozen=True)
 class Row:
-    """One engine or baseline on one shape. `seconds` is None where it could not run; `note` then says why.
+    """One engine or baseline on one shape. `seconds` is None if it could not run; `note` then gives the reason.
 
     flops, moved_bytes   of all ranks together, for one call
-    roof                 what this machine reached in the same run: FLOP/s, or bytes/s for rows without flops
-    t_comm, t_matmul     of fused operations: the faster communication alone; the matmuls alone
-    t_plain              of a fused kernel whose data is all there: the same work without flags
+    roof                 the rate that this machine reached in the same run: FLOP/s, or bytes/s for rows without flops
+    t_comm, t_matmul     for fused operations: the faster communication alone; the matmuls alone
+    t_plain              for a fused kernel with all its data there: the same work without flags
     error                largest absolute difference from an fp64 reference on sampled rows
-    error_share          the largest share of what the dtype allows there; above 1 the result is wrong
-    t_apart              of a layer that communicates while it computes: the same without that, one by one
-    figures              what else a suite measures, by name
+    error_share          largest error as a share of the bound of the dtype; above 1 the result is wrong
+    t_apart              for a layer that overlaps communication: the same without overlap, one by one
+    figures              other measurements of a suite, by name
     """
 
     suite: str
@@ -55,13 +55,13 @@ class Row:
 
     @property
     def key(self) -> str:
-        """What makes it the same row in two files."""
+        """Identifies the same row in two files."""
         shape = " ".join(f"{name}={value}" for name, value in self.shape.items())
         return f"{self.suite} {shape} {self.dtype} {self.world}x{self.ranks} | {self.engine}"
 
     @property
     def rate(self) -> float | None:
-        """FLOP/s, or bytes/s where no flops are counted."""
+        """FLOP/s, or bytes/s if no FLOPs are counted."""
         work = self.flops if self.flops is not None else self.moved_bytes
         return None if work is None or self.seconds is None else work / self.seconds.median
 
@@ -71,8 +71,8 @@ class Row:
 
     @property
     def above_roof(self) -> bool:
-        """Whether the table would show more than 100 % of the roof. Then the roof is wrong: its sample was disturbed by
-        other load, or torch.matmul is slow here in this dtype."""
+        """Whether the table would show more than 100 % of the roof. Then the roof is wrong: other load disturbed its
+        sample, or torch.matmul is slow on this machine in this dtype."""
         return self.roof_share is not None and round(100 * self.roof_share) > 100
 
     @property
@@ -83,19 +83,19 @@ class Row:
 
     @property
     def over_slower(self) -> float | None:
-        """Time over that of the slower part alone: 1 where all that can be hidden is."""
+        """Time over that of the slower part alone: 1 if everything that can be hidden is hidden."""
         if self.seconds is None or self.t_comm is None or self.t_matmul is None:
             return None
         return self.seconds.median / max(self.t_comm, self.t_matmul)
 
     @property
     def overhead(self) -> float | None:
-        """Time over that of the plain matmul: what flags and order cost."""
+        """Time over that of the plain matmul: the cost of flags and tile order."""
         return None if self.seconds is None or not self.t_plain else self.seconds.median / self.t_plain
 
     @property
     def gain(self) -> float | None:
-        """Time one by one over time: above 1 where overlap pays."""
+        """Time without overlap over time with overlap: above 1 if overlap pays."""
         return None if self.seconds is None or not self.t_apart else self.t_apart / self.seconds.median
 
     def as_dict(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Row:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Row:
-        """What as_dict wrote; the figures that follow are computed again."""
+        """Reads the output of as_dict; derived figures are computed again."""
         names = cls.__dataclass_fields__
         fields = {name: value for name, value in found.items() if name in names}
         if fields["seconds"] is not None:
@@ -143,17 +143,17 @@ class Row:
 
 
 def hidden_share(t_comm: float, t_matmul: float, t_fused: float) -> float:
-    """How much of what could be hidden is: 0 one after the other, 1 as long as the slower of the two alone."""
+    """The hidden share of the shorter part: 0 if one after the other, 1 if as fast as the slower part alone."""
     return (t_comm + t_matmul - t_fused) / min(t_comm, t_matmul)
 
 
-# -- what a run has measured so far, so that an interrupted one goes on where it was ----------------------------------
+# -- the results of a run so far, from which an interrupted run resumes -----------------------------------------------
 
 
 class Journal:
     """A file of JSON lines: first the key of the run (commit, options), then the roofs and cases in the order measured.
 
-    Read again only by a run with the same key; any other one begins anew.
+    Only a run with the same key resumes from it; any other run starts over.
     """
 
     def __init__(self, path: Path, key: Mapping[str, Any], resume: bool) -> None:
@@ -162,7 +162,7 @@ class Journal:
         if not kept or kept[0] != first:
             kept = [first]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))  # and no line that was cut off
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))  # drops a truncated line
 
     def add(self, **line: Any) -> None:
         """Append a line; it is on disk when this returns."""
@@ -176,7 +176,7 @@ class Journal:
         return _read(self.path)[1:]
 
     def done(self) -> set[tuple[str, str]]:
-        """(suite, case) of every case that was measured or failed."""
+        """(suite, case) of every case that was measured or has failed."""
         return {(line["suite"], line["case"]) for line in self.lines() if "case" in line}
 
     def rows(self) -> list[Row]:
@@ -186,12 +186,12 @@ class Journal:
         return sum(bool(line.get("failed")) for line in self.lines())
 
     def roofs(self) -> dict[str, dict[str, float]]:
-        """World -> what was reached there, the last time."""
+        """World -> its latest roofs."""
         return {line["world"]: line["roofs"] for line in self.lines() if "roofs" in line}
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The lines that are whole: a run may have been killed in the middle of one."""
+    """The complete lines: a run may have been killed while it wrote one."""
     found: list[dict[str, Any]] = []
     try:
         text = path.read_text()
@@ -200,6 +200,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
     for line in text.split("\n"):
         try:
             found.append(json.loads(line))
-        except ValueError:  # cut off, or the nothing after the last one
+        except ValueError:  # truncated, or the empty string after the last line
             break
     return found

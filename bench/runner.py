@@ -1,7 +1,7 @@
-"""From options to a result: cases of all suites asked for, grouped by the world that they run in.
+"""Runs the cases of all requested suites, grouped by world, and writes the result.
 
 A world is started once for all its cases. Each case is written to a journal as soon as it is measured. A case that
-raises becomes a row that says so, and the world is started again for those after it.
+raises becomes a row with the error, and the world is started again for the remaining cases.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Job = tuple[str, Case]  # suite, case
 
 
 def jobs_of(plan: Plan, suites: Sequence[str]) -> dict[int, list[Job]]:
-    """Ranks -> the cases that run there; no case twice. A suite of one device takes --tp for its shapes only."""
+    """Number of ranks -> its cases, without duplicates. A single-device suite uses --tp only for its shapes."""
     found: dict[int, list[Job]] = {}
     for name in suites:
         suite = SUITES[name]
@@ -46,7 +46,7 @@ def jobs_of(plan: Plan, suites: Sequence[str]) -> dict[int, list[Job]]:
 
 
 def run_cases(rank: Rank, jobs: Sequence[Job], seconds: float, path: str, key: dict[str, Any]) -> None:
-    """Every job in this world; rank 0 writes the journal. Collective."""
+    """Run every job in this world; rank 0 writes the journal. Collective."""
     journal = Journal(Path(path), key, resume=True) if rank.rank == 0 else None
     rank.seconds = seconds
     rank.measure_roofs()
@@ -64,7 +64,7 @@ def _name(world_size: int, case: Case) -> str:
 
 
 def measure(plan: Plan, suites: Sequence[str], journal: Journal, key: dict[str, Any]) -> None:
-    """All cases that the journal does not have yet. Raises Refused for a world that cannot be."""
+    """Measure all cases that are not in the journal yet. Raises Refused for an impossible world."""
     jobs = jobs_of(plan, suites)
     seconds = plan.seconds / max(1, sum(len(each) for each in jobs.values()))
     for count, every in jobs.items():
@@ -76,7 +76,7 @@ def measure(plan: Plan, suites: Sequence[str], journal: Journal, key: dict[str, 
             except (Refused, KeyboardInterrupt):
                 raise
             except Exception as error:
-                # Without so much as a roof the world itself does not work, and no case in it will.
+                # If not even the roofs were measured, the world itself does not work, so all its cases fail.
                 done, dead = journal.done(), len(journal.lines()) == started
                 waiting = [(s, c) for s, c in left if (s, _name(count, c)) not in done]
                 for suite, case in waiting if dead else waiting[:1]:
@@ -84,9 +84,9 @@ def measure(plan: Plan, suites: Sequence[str], journal: Journal, key: dict[str, 
 
 
 def _free() -> None:
-    """What a world before, or its error, still holds of the device. No rank runs now, so none waits for this one."""
+    """Free device memory that a previous world, or its error, still holds. No rank runs now that could wait for it."""
     gc.collect()
-    torch.cuda.empty_cache()  # nothing where CUDA was not started
+    torch.cuda.empty_cache()  # no effect if CUDA was not started
 
 
 def _fail(plan: Plan, journal: Journal, count: int, suite: str, case: Case, error: Exception) -> None:
@@ -98,7 +98,7 @@ def _fail(plan: Plan, journal: Journal, count: int, suite: str, case: Case, erro
 
 
 def run(suite: str, argv: Sequence[str], options: Options) -> int:
-    """Measure a suite, or several for "all"; print, write, draw. 0, or 1 where a case failed, 2 for bad input."""
+    """Measure a suite, or several for "all"; print, write, draw. Returns 0; 1 if a case failed; 2 for bad input."""
     try:
         plan = plan_of(options)
         suites = _chosen(suite, options.suites)
@@ -116,7 +116,7 @@ def run(suite: str, argv: Sequence[str], options: Options) -> int:
         "format": FORMAT, "fusedtp": about["fusedtp"], "commit": about["commit"], "suites": list(suites),
         "plan": _plain(plan),
     }  # fmt: skip
-    resume = options.resume and bool(about["commit"])  # else it is unknown what was measured
+    resume = options.resume and bool(about["commit"])  # without a commit, it is unknown what was measured
     if resume and _finished(path, key):
         print(f"{path}: already measured at this commit")
         return 1 if json.loads(path.read_text())["failures"] else 0
@@ -130,7 +130,7 @@ def run(suite: str, argv: Sequence[str], options: Options) -> int:
         except (
             Stopped,
             KeyboardInterrupt,
-        ) as end:  # what there is is written, and nothing waits for the ranks
+        ) as end:  # write the results so far, without waiting for the ranks
             for rank in multiprocessing.active_children():
                 rank.terminate()
             _write(path, key, about, journal, complete=False)
@@ -146,14 +146,14 @@ def run(suite: str, argv: Sequence[str], options: Options) -> int:
     if options.plots:
         try:
             written += output.draw(path, about, roofs, rows)
-        except Exception as error:  # what was measured is written
+        except Exception as error:  # the result is already written
             print(f"fusedtp bench: no pictures: {type(error).__name__}: {error}", file=sys.stderr)
     print(", ".join(map(str, written)))
     return 1 if result["failures"] else 0
 
 
 def _unwritable(path: Path) -> str:
-    """Why no result can be written there, known before anything is measured; ""."""
+    """Why no result can be written to this path, or ""; checked before anything is measured."""
     if path.is_dir():
         return "is a folder, a file is wanted"
     try:
@@ -165,12 +165,12 @@ def _unwritable(path: Path) -> str:
 
 
 class Stopped(BaseException):
-    """This process was told to end."""
+    """This process received a signal to end."""
 
 
 @contextmanager
 def stopped_by(number: signal.Signals) -> Iterator[None]:
-    """In here a signal raises Stopped (only the main thread can have it so)."""
+    """In this context the signal raises Stopped (in the main thread only)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -207,7 +207,7 @@ def _chosen(suite: str, only: str) -> tuple[str, ...]:
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
-    """As JSON gives it back, but for the time that samples may take."""
+    """The plan as read back from JSON, without the time budget."""
     found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(plan)))
     del found["seconds"]
     return found

@@ -1,15 +1,15 @@
 """Interleaved samples of several ways to do one thing, on a CPU or a GPU.
 
-A round takes one sample of every way, forwards and backwards in turn, so that whatever else the machine does meets
-all of them alike. Ranks meet before each sample; its time is that of the slowest rank.
+A round takes one sample of every way, in alternating order, so that other load on the machine affects all of them
+alike. Ranks synchronize before each sample; its time is that of the slowest rank.
 
              CPU                              GPU
     begin    ranks leave a barrier            every stream waits at a gate, which opens when all work is enqueued
     clock    the host's, around the call      the device's, from the gate to the end of what the call enqueued
 
-So a GPU's sample holds no host time as long as the call does not wait for the device itself; what the host spends on
-a call is measured apart (`host_seconds`). Operands rotate through copies that together exceed the last cache
-(`Rotating`), and sampling begins when a repeated warm-up takes the same time again and again (`warm_up`).
+So a GPU sample contains no host time unless the call itself waits for the device. Host time of a call is measured
+separately (`host_seconds`). Operands rotate through copies that together exceed the last-level cache (`Rotating`), and
+sampling begins when the time of repeated warm-up calls is stable (`warm_up`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 LEAST, MOST = 3, 60  # rounds
-ROTATIONS = 64  # copies of the operands at most
-# What a rank needs to meet the others and to enqueue a call; threads do so one after another. A call that takes longer
-# gets a longer gate, up to so many times.
+ROTATIONS = 64  # maximum copies of the operands
+# Time for a rank to pass the barrier and enqueue a call; threads do so one after another. A call that takes longer gets
+# a gate up to LONGER times as long.
 GATE_SECONDS, LONGER = 2e-3, 8
 Way = Callable[[], object]
 
@@ -53,7 +53,7 @@ class Spread:
 
 
 class Meeting(Protocol):
-    """How ranks meet. Every method is collective."""
+    """How ranks synchronize. Every method is collective."""
 
     def barrier(self) -> None: ...
 
@@ -99,13 +99,13 @@ class ByWorld:
 
 
 class Clock(Protocol):
-    """Seconds of one call on this rank. Collective."""
+    """Returns the seconds of one call on this rank. Collective."""
 
     def __call__(self, meeting: Meeting, way: Way) -> float: ...
 
 
 def host_clock(meeting: Meeting, way: Way) -> float:
-    """For calls that return when they are done."""
+    """For synchronous calls."""
     meeting.barrier()
     begin = perf_counter()
     way()
@@ -115,10 +115,10 @@ def host_clock(meeting: Meeting, way: Way) -> float:
 class DeviceClock:
     """CUDA events on the current stream, behind a gate that all ranks' streams leave together.
 
-    The gate is a spin on the device. Streams of a virtual world wait for the last one's; processes, which have no
-    common stream, open their own right after a barrier. Where the gate opened before the host had enqueued the call,
-    host time is in the sample, and the next one of that call has a gate twice as long. A call that waits for the device
-    itself stays `late`, as one does for which the host takes longer still.
+    The gate is a spin on the device. Streams of a virtual world wait for the last one's gate; processes, which share no
+    stream, start their own right after a barrier. If the gate opens before the host has enqueued the call, the sample
+    contains host time, and the next sample of this call gets a gate twice as long. A call stays `late` if it waits for
+    the device itself, or if the host takes longer than the longest gate.
     """
 
     def __init__(self, device: torch.device, ranks: int = 1) -> None:
@@ -128,7 +128,7 @@ class DeviceClock:
         self._late: dict[int, bool] = {}
 
     def late(self, way: Way) -> bool:
-        """Whether the last sample of it has host time in it."""
+        """Whether the last sample of `way` contains host time."""
         return self._late.get(id(way), False)
 
     def __call__(self, meeting: Meeting, way: Way) -> float:
@@ -151,9 +151,9 @@ class DeviceClock:
 
 
 def cycles_per_second(device: torch.device) -> float:
-    """What torch.cuda._sleep counts, at the clock that the device runs at now."""
+    """Cycles of torch.cuda._sleep per second at the device's current clock rate."""
     cycles, events = 20_000_000, [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    for _ in range(2):  # the first wakes the device
+    for _ in range(2):  # the first iteration wakes the device
         events[0].record()
         torch.cuda._sleep(cycles)
         events[1].record()
@@ -169,9 +169,9 @@ def clock_of(device: torch.device, ranks: int = 1) -> Clock:
 def interleave(
     ways: Mapping[str, Way], budget: float, meeting: Meeting | None = None, clock: Clock = host_clock
 ) -> dict[str, list[float]]:
-    """Way -> seconds of each sample, in about `budget` seconds. Collective; all ranks get the same answer.
+    """Way -> seconds of each sample, in about `budget` seconds. Collective; all ranks get the same result.
 
-    Without a meeting, ranks are those of torch's default group.
+    meeting   default: torch's default group
     """
     meet = ByGroup() if meeting is None else meeting
     names = list(ways)
@@ -180,7 +180,7 @@ def interleave(
     round_seconds = sum(meet.slowest([_whole(clock, meet, ways[name]) for name in names]))
     rounds = max(LEAST, min(MOST, int(budget / max(round_seconds, 1e-9))))
     times: dict[str, list[float]] = {name: [] for name in names}
-    gc.collect(1)  # what has just been dropped; all that torch imported takes a quarter of a second to look through
+    gc.collect(1)  # recent garbage only: a full collection of torch's objects takes a quarter of a second
     gc.disable()
     try:
         for i in range(rounds):
@@ -192,7 +192,7 @@ def interleave(
 
 
 def _whole(clock: Clock, meeting: Meeting, way: Way) -> float:
-    """What one sample costs, meeting and gate included."""
+    """Wall time of one sample, including barrier and gate."""
     begin = perf_counter()
     clock(meeting, way)
     return perf_counter() - begin
@@ -209,13 +209,13 @@ def host_seconds(way: Way, meeting: Meeting, device: torch.device, calls: int = 
 
 
 def steady(seconds: Sequence[float], window: int = 4, within: float = 0.02) -> bool:
-    """Whether the last `window` times lie within a share of the least of them."""
+    """Whether the last `window` times are within a factor 1 + `within` of their minimum."""
     last = seconds[-window:]
     return len(last) == window and max(last) <= (1 + within) * min(last)
 
 
 def warm_up(sample: Callable[[], float], most_seconds: float) -> list[float]:
-    """Samples until they are steady or their sum reaches `most_seconds`; ranks whose samples agree stop together."""
+    """Sample until the times are steady or their sum reaches `most_seconds`; ranks with equal samples stop together."""
     seen: list[float] = []
     while not steady(seen) and sum(seen) < most_seconds:
         seen.append(sample())
@@ -223,7 +223,7 @@ def warm_up(sample: Callable[[], float], most_seconds: float) -> list[float]:
 
 
 class Rotating:
-    """Each call takes the next of several copies of the operands."""
+    """Each call uses the next of several copies of the operands."""
 
     def __init__(self, fn: Callable[..., object], operands: Sequence[tuple[Any, ...]]) -> None:
         self._fn, self._operands, self._turn = fn, operands, -1
@@ -234,12 +234,12 @@ class Rotating:
 
 
 def copies(operand_bytes: int, rotate_bytes: int) -> int:
-    """How many copies of the operands together exceed `rotate_bytes`, at most ROTATIONS."""
+    """Number of copies of the operands that together exceed `rotate_bytes`, at most ROTATIONS."""
     return max(1, min(ROTATIONS, ceil(rotate_bytes / max(1, operand_bytes))))
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The last cache that all of the device shares: L2 of a GPU, the largest of a CPU (32 MiB where it says none)."""
+    """Size of the last-level cache: L2 of a GPU, the largest cache of a CPU (32 MiB if unknown)."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
@@ -250,7 +250,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def _bytes(text: str) -> int:
-    """As in "32768K"."""
+    """Parses a size such as "32768K"."""
     text = text.strip()
     shift = {"K": 10, "M": 20, "G": 30}.get(text[-1:], 0)
     return int(text.rstrip("KMG")) << shift

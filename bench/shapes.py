@@ -1,10 +1,10 @@
-"""Shapes of published models, and the matrices that one layer of them multiplies on a rank.
+"""Shapes of published models, and the matmuls of one of their layers on a rank.
 
-`source` names the repository on huggingface.co whose config.json has these numbers. They were compared, all of them,
-with what others keep of these files:
+`source` names the repository on huggingface.co with these numbers in its config.json. All numbers were checked against
+copies of these files:
 
     llama3-*, llama3.2-3b       Lightning-AI/litgpt on GitHub, litgpt/config.py, which names the config.json of each;
-                                that of the 405B had 16 kv heads at first, and has 8 since it was revised
+                                that of the 405B first had 16 kv heads, and 8 since a revision
     llama3.2-3b, qwen2.5-14b,   whole config.json in citsjtu2020/LLM-Prof on GitHub, sglang/Model_Config.md
     qwen3-4b, -8b, -32b
     qwen3-0.6b                  published printouts of transformers' AutoConfig of it
@@ -22,7 +22,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Model:
-    """As in config.json: hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, ..."""
+    """Fields of config.json: hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, ..."""
 
     name: str
     source: str
@@ -36,11 +36,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Layer:
-    """y [T, N] = x [T, K] @ w [N, K].T as one rank of `tp` computes it.
+    """y [T, N] = x [T, K] @ w [N, K].T on one rank of `tp`.
 
-    kind   column   N is split: x is gathered before       (q, k, v in one; gate and up in one)
-           row      K is split: y is summed after          (o; down)
-           square   neither
+    kind   column   N is split: x is gathered first        (q, k, v in one; gate and up in one)
+           row      K is split: y is summed afterwards     (o; down)
+           square   not split
     """
 
     model: str
@@ -65,13 +65,13 @@ MODELS = {
         Model("qwen2.5-72b", "Qwen/Qwen2.5-72B", 8192, 29568, 64, 8, 128, 152064),
         Model("mistral-7b", "mistralai/Mistral-7B-v0.3", 4096, 14336, 32, 8, 128, 32768),
         Model("phi-4", "microsoft/phi-4", 5120, 17920, 40, 10, 128, 100352),
-        Model("tiny", "", 64, 160, 4, 2, 16, 509),  # no model: for a quick run of the suites
+        Model("tiny", "", 64, 160, 4, 2, 16, 509),  # not a real model: for quick runs of the suites
     )
 }
 
 
 def model_of(name: str) -> Model:
-    """Raises ValueError that lists the names there are."""
+    """A model by name. Raises ValueError that lists the known names."""
     if name not in MODELS:
         raise ValueError(
             f"no shape is called {name!r}: there are {', '.join(MODELS)}, and square-N for an N x N matrix"
@@ -80,10 +80,10 @@ def model_of(name: str) -> Model:
 
 
 def layers(name: str, tp: int) -> list[Layer]:
-    """The matmuls of a model's block on one rank of `tp`; of "square-N" the one N x N.
+    """The matmuls of a model's block on one rank of `tp`; for "square-N", one of N x N.
 
-    Raises ValueError for a name that there is not, and where heads or widths do not split into `tp` equal parts.
-    kv heads fewer than ranks are repeated, one a rank.
+    Raises ValueError for an unknown name, or if heads or widths do not split into `tp` equal parts.
+    If there are fewer kv heads than ranks, they are repeated, one per rank.
     """
     if name.startswith("square-") and name[7:].isdigit() and int(name[7:]) > 0:
         size = int(name[7:])
@@ -110,7 +110,7 @@ def layers(name: str, tp: int) -> list[Layer]:
 
 @dataclass(frozen=True)
 class Experts:
-    """As in config.json: hidden_size, intermediate_size of one expert, number of experts, experts of a token."""
+    """Fields of config.json: hidden_size, intermediate_size of one expert, number of experts, experts per token."""
 
     name: str
     source: str
@@ -125,12 +125,12 @@ EXPERTS = (
     Experts("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 2048, 768, 128, 8),
     Experts("deepseek-v3", "deepseek-ai/DeepSeek-V3", 7168, 2048, 256, 8),
 )
-TINY_EXPERTS = Experts("tiny-experts", "", 64, 40, 4, 2)  # no model: for a quick run
+TINY_EXPERTS = Experts("tiny-experts", "", 64, 40, 4, 2)  # not a real model: for quick runs
 SKEWS = ("balanced", "skewed")
 
 
 def shared_out(rows: int, experts: int, skew: str) -> tuple[int, ...]:
-    """Rows of each expert. balanced: equal, as far as they can be; skewed: expert e has a part like 1 / (1 + e)."""
+    """Rows per expert. balanced: as equal as possible; skewed: expert e gets a share proportional to 1 / (1 + e)."""
     parts = [1.0 if skew == "balanced" else 1 / (1 + e) for e in range(experts)]
     ends, total, so_far = [0], sum(parts), 0.0
     for part in parts:

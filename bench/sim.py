@@ -1,14 +1,14 @@
-"""fusedtp bench sim, or python -m bench.sim: what a schedule of the simulator costs.
+"""fusedtp bench sim, or python -m bench.sim: the cost of a schedule of the simulator.
 
-    compile        of every kernel of a case, from an empty cache, with the first schedule
-    lockstep       a schedule with the warps of a program in step, as the machine runs two of three
+    compile        compiling every kernel of a case from an empty cache, at the first schedule
+    lockstep       a schedule with the warps of a program in lockstep, like two of three schedules of `fusedtp check`
     weak           the same with all late effects
     warp by warp   weak, one warp at a time
     schedules/s    of `fusedtp check`, which mixes them, after compiling
 
-For every fused kernel on simulated ranks, by one process, in seconds of its processor time: the median of several
-schedules each, interleaved. A case makes three calls of its kernel. Below stand single calls, with the memory of the
-whole process that runs one beside that of the call's tensors.
+Measured for every fused kernel on simulated ranks, in CPU seconds of one process: the median of several schedules
+each, interleaved. A case makes three calls of its kernel. A second table has single calls, with the memory of the
+call's tensors and of the whole process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fusedtp.sim.explore import TARGET, compiler_for, schedules
 
 from . import machine
 
-ONE_CALL: dict[str, tuple[int, str, int, int, dict[str, Any]]] = {  # ranks, operation, rows of each rank, columns, more
+ONE_CALL: dict[str, tuple[int, str, int, int, dict[str, Any]]] = {  # ranks, operation, rows per rank, columns, more
     "a gather, two tiles of 64x64 a program": (4, "all_gather_matmul", 32, 64, dict(
         k=72, dtype=torch.float16, tma=True, tile=64, block_k=32, programs=(1, 1))),
     "a two-shot all-reduce of 512 elements": (8, "two_shot_all_reduce", 8, 8, {}),
@@ -60,13 +60,13 @@ class Options:
     """Cost of simulation, on one core."""
 
     rounds: int = 3
-    """Schedules of each way."""
+    """Schedules of each kind."""
     schedules: int = 12
-    """Schedules as `fusedtp check` mixes them."""
+    """Schedules mixed as by `fusedtp check`."""
     world_size: int = 4
     """Simulated ranks."""
     target: str = TARGET
-    """Whose compiled code runs."""
+    """Target of the compiled code."""
     kernels: tuple[str, ...] = ()
     """Cases by name. Default: all of the library's own."""
     save: bool = False
@@ -75,14 +75,14 @@ class Options:
 
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """While entered, kernels are compiled anew."""
+    """In this context, kernels are compiled again."""
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TRITON_CACHE_DIR=folder):
         compiler_for.cache_clear()
         yield
 
 
 def costs(case: Case, options: Options) -> dict[str, float]:
-    """Seconds of the first schedule (which compiles) and of each way; schedules a second."""
+    """Seconds of compiling and of each kind of schedule; mixed schedules per second."""
 
     def seconds(seed: int, **way: Any) -> float:
         run = case.make()
@@ -110,7 +110,7 @@ def one_call(name: str, target: str) -> tuple[Case, float]:
 
 
 def alone(name: str, options: Options) -> dict[str, float]:
-    """Schedules a second of one call, each way and as `fusedtp check` mixes them; MB of tensors and of this process."""
+    """Schedules per second of one call, of each kind and mixed as by `fusedtp check`; MB of tensors and process."""
     torch.set_num_threads(1)
     case, tensors = one_call(name, options.target)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -124,13 +124,13 @@ def alone(name: str, options: Options) -> dict[str, float]:
     outcome = explore(case, schedules(options.schedules, target=options.target))
     outcome.raise_fault()
     rates["mixed, schedules/s"] = outcome.schedules / (time.process_time() - begin)
-    # not getrusage's, which a child takes over from its parent
+    # not from getrusage: a child inherits its parent's value
     peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024 / 1e6
     return rates | {"tensors, MB": tensors, "process, MB": peak}
 
 
 def in_a_process(name: str, options: Options) -> dict[str, float]:
-    """The same, of a process of its own."""
+    """`alone` in a separate process."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(alone, name, options).result()
 

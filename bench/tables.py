@@ -1,4 +1,4 @@
-"""What `tune` and `crossover` share: what they measure and where, and the one writer of a machine's file of tables.
+"""Shared by `tune` and `crossover`: their plan, and the only writer of a machine's file of tables.
 
 fusedtp/ops/measured.py reads that file.
 """
@@ -26,7 +26,7 @@ Entry = dict[str, Any]
 def kept(
     path: Path, machine: str, name: str, faults: Callable[[Entry], measured.Faults]
 ) -> tuple[dict[str, Any], list[Entry]]:
-    """All tables of the file and the entries of one. Raises ValueError for a file that is none, or a bad entry."""
+    """All tables of the file, and the entries of one. Raises ValueError for an invalid file or a bad entry."""
     try:
         tables = measured.parse(path.read_bytes(), machine) if path.exists() else {}
     except ValueError as error:
@@ -46,9 +46,9 @@ def write(
     entries: Sequence[Entry],
     others: dict[str, Any],
 ) -> None:
-    """Make or replace the file in one step, with this table and the others.
+    """Write the file atomically, with this table and the others.
 
-    about   how the table came about, for people: device, versions, commit, date, command
+    about   the origin of the table, for people: device, versions, commit, date, command
     """
     tables = others | {name: {"measured": about, "entries": list(entries)}}
     body = dict(format=measured.FORMAT, machine=machine, tables=tables)
@@ -60,7 +60,7 @@ def write(
 
 
 def about(device: str, prog: str, argv: Sequence[str]) -> dict[str, Any]:
-    """What a table says of how it came about."""
+    """The origin of a table."""
     here = machine.describe_run(device, [])
     processors = os.cpu_count()
     if device == "cuda":
@@ -84,7 +84,7 @@ def plan_of(
     out: Path | None,
     faults: list[str],
 ) -> tuple[Plan, Path]:
-    """(what to measure, folder of the file), filled in and checked; every fault is entered in `faults`."""
+    """(plan, folder of the file), with defaults filled in and checked; every fault is added to `faults`."""
     plan = filled(options, defaults, faults, dtypes)
     known("shapes", options.shapes, MODELS, faults)
     folder = folder_of(plan.device, out, options.save, faults)
@@ -97,7 +97,7 @@ def plan_of(
 
 
 def folder_of(device: str, out: Path | None, save: bool, faults: list[str]) -> Path:
-    """Where a table goes: bench/out/tables of a checkout, what ships with the package (--save), or elsewhere."""
+    """Folder of a table: bench/out/tables of a checkout, the shipped tables (--save), or another folder."""
     in_checkout = machine.in_checkout()
     if save and out is not None:
         faults.append("--save and --out name two folders")

@@ -1,11 +1,11 @@
-"""python -m fusedtp.bench.timed: how long a fused operation takes on a described node, and what would be better.
+"""python -m fusedtp.bench.timed: predicts the time of a fused operation on a described node, and of alternatives.
 
     --operation all_gather_matmul --shape llama3-70b --tokens 16384 --compare programs
     --published
     --sizes --against bench/results/predicted/h100.json
 
-The operations at the sizes that users run, as launched on a GPU, without memory behind them. Times come from the engine
-of fusedtp.sim.timed; see docs/timed-schedule.md.
+Runs the operations at the sizes that users run, as launched on a GPU, but without the memory of their tensors. Times
+come from the engine of fusedtp.sim.timed; see docs/timed-schedule.md.
 """
 
 from __future__ import annotations
@@ -77,23 +77,23 @@ SIGNATURE = 1
 
 
 def machine_of(node: Node) -> Machine:
-    """The node as launchers see it."""
+    """The launchers' description of the node."""
     return Machine(clock="cuda", programs=node.sms, shared_bytes=node.shared_bytes)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One operation of a group.
+    """One operation of a group of ranks.
 
     tokens      T, rows of all ranks
-    widths      N of every weight, of this rank for a gather, of all for a reduction
+    widths      N of every weight: of this rank for a gather, of all ranks for a reduction
     k           K of this rank
-    config      None: as the launchers choose
-    transport   of a gather: PROGRAMS inside the kernel send, or the ENGINE copies chunk by chunk on its own stream; of
-                an all-reduce: PROGRAMS send and sum, or the SWITCH sums (engine "multimem")
+    config      None: the launchers' choice
+    transport   for a gather: PROGRAMS inside the kernel send, or the copy ENGINE copies chunk by chunk on its own
+                stream; for an all-reduce: PROGRAMS send and sum, or the SWITCH sums (engine "multimem")
     order       of the engine's copies: "successor" (rank + 1 first) or "same" (all ranks begin with rank 0)
-    pieces      copies of a shard to one peer; None: as many as its size is worth
-    written     its flags are written by the stream, as others' kernels have it, and not copied
+    pieces      copies of a shard to one peer; None: chosen by its size
+    written     the stream writes the flags, as in other libraries' kernels, instead of copying them
     """
 
     operation: str
@@ -114,7 +114,7 @@ class Problem:
 
     @property
     def few(self) -> bool:
-        """Whether the rows of all ranks are multiplied together."""
+        """Whether the kernels for few rows run, which multiply the rows of all ranks together."""
         if self.operation == GATHER:
             return self.transport == PROGRAMS and come_together(self.rows, self.dtype)
         if self.transport == SWITCH:
@@ -123,7 +123,7 @@ class Problem:
         return not one and are_few(self.rows, self.widths[0], self.dtype)
 
     def chosen(self, node: Node) -> launch.Config:
-        """The configuration that a launch on this node takes."""
+        """The configuration of a launch on this node."""
         if self.config is not None:
             return self.config
         machine, owned, n = machine_of(node), max(self.rows.sizes), self.widths[0]
@@ -146,12 +146,12 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Of one rank, if its tiles had no tails."""
+        """FLOPs of one rank, not counting tails of tiles."""
         return 2 * self.tokens * sum(self.widths) * self.k
 
     @property
     def traffic(self) -> int:
-        """Bytes that a rank receives from its peers at least."""
+        """Minimum bytes that a rank receives from its peers."""
         item, w = self.dtype.itemsize, self.world_size
         others = self.tokens - max(self.rows.sizes)
         if self.operation == GATHER:
@@ -161,7 +161,7 @@ class Problem:
 
 
 class EmptyWorld(SimulatedWorld):
-    """A workspace of W ranks whose slots nobody touches, nor their multicast address: big ones cost no memory."""
+    """A workspace of W ranks. Its slots and multicast address are never accessed, so large ones cost no memory."""
 
     def __init__(self, world_size: int, slot_bytes: int) -> None:
         super().__init__(world_size, 0, FLAGS_PER_SOURCE)
@@ -216,9 +216,9 @@ def fused_run(problem: Problem, node: Node) -> Run:
 
 
 def _copies(p: Problem, world: EmptyWorld, rank: int, x: Tensor, chunk: int) -> list[Work]:
-    """What the sending programs would do, done by the host's copy stream: rows and their flags, piece by piece."""
+    """The work of the sending programs, done by the host's copy stream: rows and their flags, piece by piece."""
     w, rows = p.world_size, p.rows
-    parity, epoch = 1, 1  # of the first call
+    parity, epoch = 1, 1  # values of the first call
     row = p.k * p.dtype.itemsize
     local, begin = x.view(torch.uint8).view(-1), parity * world.slot_bytes + rows.offset(rank) * row
     sent = list(parts(rank, w, x.shape[0], chunk, p.pieces or pieces_of(x.nbytes)))
@@ -230,7 +230,7 @@ def _copies(p: Problem, world: EmptyWorld, rank: int, x: Tensor, chunk: int) -> 
         there = world.data.tensors[part.peer][begin + first : begin + last]
         work.append(Copy(there, local[first:last], stream="copy"))
         flags = world.flags.tensors[part.peer][rank][part.flag :][: part.flags]
-        if not p.written:  # a copy of their own, which takes its start; as bytes it moves nothing here
+        if not p.written:  # a separate copy of the flags, which costs its startup; byte copies have no effect here
             words = flags.view(torch.uint8)
             work.append(Copy(words, torch.empty_like(words), stream="copy"))
         work += [Signal(flag, epoch, stream="copy") for flag in flags.split(1)]
@@ -238,7 +238,7 @@ def _copies(p: Problem, world: EmptyWorld, rank: int, x: Tensor, chunk: int) -> 
 
 
 def matmul_run(problem: Problem, node: Node) -> Run:
-    """The same products alone, on one rank that has all operands: one plain matmul, all SMs."""
+    """The same matmul alone, on one rank that has all operands: the plain kernel on all SMs."""
     from fusedtp.kernels.matmul import matmul_kernel
 
     p, machine = problem, machine_of(node)
@@ -253,7 +253,7 @@ def matmul_run(problem: Problem, node: Node) -> Run:
     return Run([[Launch(matmul_kernel, machine.programs, args)]])
 
 
-MODELS: dict[str, tuple[int, int]] = {  # hidden size, size inside the MLP
+MODELS: dict[str, tuple[int, int]] = {  # hidden size, intermediate size
     "llama3-8b": (4096, 14336),
     "llama3-70b": (8192, 28672),
     "llama3-405b": (16384, 53248),
@@ -264,7 +264,7 @@ MODELS: dict[str, tuple[int, int]] = {  # hidden size, size inside the MLP
 def model_problem(operation: str, shape: str, tokens: int, world_size: int, **options: Any) -> Problem:
     """An MLP's operation: a gather feeds gate and up projection, a reduction follows the down projection.
 
-    shape   a name of MODELS, or "NxK" of one full weight, split over ranks
+    shape   a name in MODELS, or "NxK" of one full weight, which is split over ranks
     """
     if shape in MODELS:
         hidden, inner = MODELS[shape]
@@ -289,9 +289,9 @@ def model_problem(operation: str, shape: str, tokens: int, world_size: int, **op
 class Measured:
     """Times in seconds.
 
-    matmul          the same products by the plain kernel on all SMs
-    collective      by a library, on its own
-    communication   the faster of that and of plain copies
+    matmul          the same matmul by the plain kernel on all SMs
+    collective      a library's collective alone
+    communication   the faster of the collective and plain copies
     """
 
     problem: Problem
@@ -302,32 +302,32 @@ class Measured:
 
     @property
     def unfused(self) -> float:
-        """The library's collective and the product, one after the other."""
+        """The library's collective and the matmul, one after the other."""
         return self.matmul + self.collective
 
     @property
     def hidden(self) -> float:
-        """Share of the shorter of the two parts that fusing hides; negative where fusing costs more than it hides."""
+        """The share of the shorter part that fusion hides; negative if fusion costs more than it hides."""
         parts = self.communication, self.matmul
         return (sum(parts) - self.fused.total) / min(parts)
 
 
 def collective_time(problem: Problem, node: Node) -> float:
-    """A library's all-gather, reduce-scatter or all-reduce (the other two in turn) of the problem, by its best ring."""
+    """Time of a library's all-gather, reduce-scatter or all-reduce (both in turn), with the best ring protocol."""
     hops = (problem.world_size - 1) * (2 if problem.operation == REDUCE else 1)
     rings = node.collectives.values()
     return min(r["start"] + hops * r["hop"] + problem.traffic / r["bandwidth"] for r in rings)
 
 
 def copies_time(problem: Problem, node: Node) -> float:
-    """Plain copies of what each rank needs from its peers, by a copy engine."""
+    """Time of plain copies of the data that each rank needs from its peers, by a copy engine."""
     starts = (problem.world_size - 1) * node.copy_latency
     rate = min(node.link_bandwidth, node.copy_bandwidth)
     return starts + problem.traffic / rate + node.link_latency
 
 
 def measure(problem: Problem, node: Node, *, matmul: float | None = None, exact: bool = False) -> Measured:
-    """Run the operation and its parts. `matmul`: the time of the products alone, if it is known."""
+    """Run the operation and its parts. `matmul`: the time of the matmul alone, if known."""
     if matmul is None:
         matmul = Engine(matmul_run(problem, node), node, exact=exact).run().total
     fused = Engine(fused_run(problem, node), node, exact=exact).run()
@@ -339,7 +339,7 @@ COMPARISONS = ("none", "transport", "chunk", "programs", "order", "all")
 
 
 def alternatives(problem: Problem, node: Node, compare: str) -> Iterator[tuple[str, Problem]]:
-    """The problem as launched, then with other choices. Raises ValueError for what the operation does not have."""
+    """The problem as launched, then with other choices. Raises ValueError for a choice that does not apply."""
     gather = problem.operation == GATHER
     if compare not in COMPARISONS:
         raise ValueError(f"comparison {compare!r}; known are {', '.join(COMPARISONS)}")
@@ -349,7 +349,7 @@ def alternatives(problem: Problem, node: Node, compare: str) -> Iterator[tuple[s
     seen = {problem}
     for choice in COMPARISONS[1:-1] if compare == "all" else (compare,):
         one_way = choice == "transport" and len(TRANSPORTS[problem.operation]) == 1
-        if not one_way and not (gather and problem.few):  # there is one way to gather few rows
+        if not one_way and not (gather and problem.few):  # few rows have only one way to gather
             for name, other in _others(problem, node, choice):
                 if other not in seen:
                     yield name, other
@@ -357,7 +357,7 @@ def alternatives(problem: Problem, node: Node, compare: str) -> Iterator[tuple[s
 
 
 def compared(problem: Problem, node: Node, compare: str) -> Iterator[tuple[str, Measured]]:
-    """The alternatives measured, all beside the product of the problem as launched."""
+    """Measures the alternatives, all with the matmul time of the problem as launched."""
     matmul = None
     for name, variant in alternatives(problem, node, compare):
         got = measure(variant, node, matmul=matmul)
@@ -378,7 +378,7 @@ def _others(problem: Problem, node: Node, compare: str) -> Iterator[tuple[str, P
                 yield f"{chunk} {what} a flag", replace(problem, config=replace(config, chunk=chunk))
     elif compare == "programs":
         for count in (4, 8, 12, 24, 32, 132):
-            if gather:  # the others multiply from the start
+            if gather:  # the other programs multiply from the start
                 name, changed = (
                     " sending",
                     replace(config, send_programs=count, other_programs=node.sms - count),
@@ -399,13 +399,13 @@ def _others(problem: Problem, node: Node, compare: str) -> Iterator[tuple[str, P
 # -- published times ---------------------------------------------------------------------------------------------------
 
 
-# Published times of others' kernels on eight H100s, and what this model says of the same problems.
+# Published times of other projects' kernels on eight H100s, and the model's predictions for the same problems.
 #
-# No row sets any number of the model. Where a source gives the time of its product alone, a second prediction takes the
-# rate of products from there, as one would who knows his matmul; it is listed apart and says so.
+# No row was used to fit the model. If a source gives the time of its matmul alone, a second prediction takes the matmul
+# rate from there, as for a user who knows the speed of the matmul; it is listed separately.
 #
-# The kernels measured are others'. They differ from ours in transport (both sources let copy engines bring the data)
-# and in their matmul (tensor descriptors, warp specialisation), so the problem is what is the same, not the program.
+# The measured kernels are not ours. They differ in transport (both sources use copy engines) and in the matmul (tensor
+# descriptors, warp specialization), so only the problem is the same, not the program.
 #
 # MESH     https://github.com/yifuwang/symm-mem-recipes, symm_mem_recipes/README.md (all nine rows) and
 #          triton_all_gather_matmul.py (one copy and one flag a rank, tiles in groups of 4 rows)
@@ -421,9 +421,9 @@ MOE = "kraken pull request 32, 2xH100"
 class Published:
     """A row of a source; seconds.
 
-    product            of the product alone, by the source's own kernel
-    library            of the product alone, by a library
-    memory_bandwidth   of the source's GPUs, if theirs is another
+    product            the matmul alone, by the source's own kernel
+    library            the matmul alone, by a library
+    memory_bandwidth   of the source's GPUs, if it differs
     """
 
     source: str
@@ -438,7 +438,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Row:
-    """A prediction beside what was published; seconds. predicted None: the library has no such kernel."""
+    """A prediction and the published time; seconds. predicted: None if this library has no such kernel."""
 
     source: str
     what: str
@@ -452,7 +452,7 @@ class Row:
 
 
 # H100 with HBM2e at 500 W: https://github.com/pytorch/torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md,
-# says 2.4 TB/s of Meta's; that symm-mem-recipes measured on the same is inferred from "HBM2e, at 500W".
+# gives 2.4 TB/s for Meta's. We infer from "HBM2e, at 500W" that symm-mem-recipes measured on the same GPUs.
 HBM2E = 2.4e12
 WIDE, TALL, LONG = (128, 256, 64), (256, 128, 64), (128, 128, 128)
 MESH_ROWS = (  # model, N of a rank, K, M, tile, then us: library alone, kernel alone, library + NCCL, fused
@@ -477,7 +477,7 @@ def _gather(model: str, n: int, k: int, m: int, tile: tuple[int, int, int], *tim
 
 
 def _scatter(tokens: int) -> Problem:
-    """K = 14336 is each rank's own: with an eighth of it even the unfused time could not be spent."""
+    """K = 14336 must be per rank: an eighth of it could not even explain the unfused time."""
     return Problem(SCATTER, tokens, (4096,), 14336)
 
 
@@ -492,7 +492,7 @@ PUBLISHED = (
 
 
 def predictions(node: Node, rows: tuple[Published, ...] = PUBLISHED) -> Iterator[Row]:
-    """Every published number with the model's."""
+    """Every published number with the model's prediction."""
     for row in rows:
         p = row.problem
         if p is None:
@@ -531,7 +531,7 @@ NOT_MODELLED = (
 
 
 def at_rate(node: Node, problem: Problem, product: float) -> Node:
-    """The node with SMs whose plain matmul of this problem takes `product` seconds: all its rates scaled alike."""
+    """The node with the rates of its SMs scaled so that the plain matmul of this problem takes `product` seconds."""
     changed = node
     for _ in range(3):
         now = Engine(matmul_run(problem, changed), changed).run().total
@@ -552,20 +552,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class Options:
     """Simulated time of a fused operation on a node.
 
-    machine     a node that comes with the package (h100, h200, a100), or a .json file
-    operation   what to run
-    shape       a model whose MLP it is part of (llama3-8b, llama3-70b, llama3-405b, qwen3-32b), or NxK of one weight
+    machine     a node shipped with the package (h100, h200, a100), or a .json file
+    operation   the operation to run
+    shape       a model, for its MLP (llama3-8b, llama3-70b, llama3-405b, qwen3-32b), or NxK of one weight
     tokens      rows of all ranks together
     tp          ranks
     dtype       of all operands
-    compare     what to vary: who brings a gather's rows, what a flag covers, programs that send or reduce, tile orders
-    path        print what the end of the first row waited for, stretch by stretch
-    timeline    write what each program did as HTML, of the first row
-    published   compare the model with published times instead; takes some minutes
-    sizes       every operation at SIZES instead; takes some minutes
-    switch      of sizes: all-reduces alone, summed by the NVLink switch (engine "multimem")
-    save        of sizes: write the table to this file
-    against     of sizes: a file that was written so; its times stand beside
+    compare     what to vary: transport of a gather, rows or tiles per flag, sending or reducing programs, tile order
+    path        print the critical path of the first row
+    timeline    write an HTML timeline of the first row's programs
+    published   instead, compare the model with published times; takes some minutes
+    sizes       instead, run every operation at SIZES; takes some minutes
+    switch      with sizes: only all-reduces, summed by the NVLink switch (engine "multimem")
+    save        with sizes: write the table to this file
+    against     with sizes: an earlier file from --save; its times are shown for comparison
     """
 
     machine: str = "h100"
@@ -584,7 +584,7 @@ class Options:
     against: Path | None = None
 
     def faults(self) -> list[str]:
-        """Everything that is wrong with the options."""
+        """All errors in the options."""
         found = []
         if self.machine not in machines() and not Path(self.machine).is_file():
             found.append(f"--machine {self.machine}: neither a file nor one of {', '.join(machines())}")
@@ -600,7 +600,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table; 2 for wrong options, 1 for a schedule that does not end."""
+    """Print the table; returns 2 for wrong options, 1 for a schedule that does not end."""
     options = tyro.cli(Options, prog="python -m fusedtp.bench.timed", args=argv)
     console = Console()
     if options.faults():

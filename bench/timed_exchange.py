@@ -1,14 +1,14 @@
-"""python -m fusedtp.bench.timed_exchange: how long dispatch and combine of experts take on a described node, and a
-dispatch with the products of gate and up.
+"""python -m fusedtp.bench.timed_exchange: simulated time of MoE dispatch and combine on a described node, and of a
+dispatch fused with the matmuls of gate and up.
 
     --machine h200 --model deepseek-v3 --tokens 128 1024
     --save bench/results/predicted/exchange-h200.json --against before.json
 
-Tokens choose different experts, all with equal chance; of a dispatch with products, "gated", all experts get equally
-many rows. Rows are bf16, one for each choice. Bandwidth is what the rank that sends most sends over its links, divided
-by the time of the whole operation, so a link's own rate is the most there is. Beside it stands what UCCL-EP's authors
-measured on eight H200, 320 GB/s in a dispatch and 319 in a combine: other kernels, by which a token travels once to a
-rank of which it chose several experts. See docs/timed-schedule.md.
+Tokens choose different experts with equal probability; in a dispatch with matmuls, "gated", all experts get the same
+number of rows. Rows are bf16, one per choice. Bandwidth is the number of bytes that the busiest rank sends over its
+links, divided by the time of the whole operation, so it is at most the rate of a link. For comparison, UCCL-EP's
+authors measured 320 GB/s in a dispatch and 319 in a combine on eight H200, with different kernels: they send a token
+only once to a rank even if it chose several experts there. See docs/timed-schedule.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DTYPE = torch.bfloat16
 
 
 def exchange_run(operation: str, model: Experts, tokens: int, world_size: int, node: Node) -> Run:
-    """One operation on every rank, of `tokens` on each, on a fresh workspace."""
+    """One operation on every rank, with `tokens` per rank, on a fresh workspace."""
     generator, gpu = torch.Generator().manual_seed(0), machine_of(node)
     sizes, k, hidden = (tokens,) * world_size, model.top_k, model.hidden
     ids = torch.rand(tokens * world_size, model.experts, generator=generator).argsort(1)[:, :k]
@@ -85,7 +85,7 @@ def exchange_run(operation: str, model: Experts, tokens: int, world_size: int, n
 
 
 def measured(operation: str, model: Experts, tokens: int, world_size: int, node: Node) -> dict[str, float]:
-    """us: of the operation; MB: that the rank sends that sends most; GB/s: of these over that time."""
+    """us: time of the operation; MB: sent by the busiest rank; GB/s: their ratio."""
     timeline = Engine(exchange_run(operation, model, tokens, world_size, node), node).run()
     sent = [0] * world_size
     for (source, _destination), nbytes in timeline.sent.items():
@@ -104,16 +104,16 @@ class Options:
     """h100, h200 or a100, or a .json file."""
     model: Literal["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"] = "deepseek-v3"
     tokens: list[int] = field(default_factory=lambda: [128, 1024])
-    """Of each rank; multiples of 8, since the engine does not know masks that are made of data."""
+    """Tokens per rank; multiples of 8, because the engine does not support data-dependent masks."""
     operations: list[Literal["dispatch", "combine", "gated"]] = field(default_factory=lambda: ["dispatch", "combine"])
     ranks: int = 8
     save: Path | None = None
     """Write the table to this file."""
     against: Path | None = None
-    """A file that was written so; its times stand beside."""
+    """An earlier file from --save; its times are shown for comparison."""
 
     def faults(self) -> list[str]:
-        """What is wrong with them."""
+        """Errors in the options."""
         experts = next(each for each in EXPERTS if each.name == self.model).experts
         found = [f"--tokens {n}: a multiple of 8 is wanted" for n in self.tokens if n < 1 or n % 8]
         if self.ranks < 2 or experts % self.ranks:
@@ -124,7 +124,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table; 2 for wrong options."""
+    """Print the table; returns 2 for wrong options."""
     options, console = tyro.cli(Options, prog="python -m fusedtp.bench.timed_exchange", args=argv), Console()
     try:
         faults, node = options.faults(), load_node(options.machine)

@@ -1,9 +1,9 @@
-"""One chunked call of each operation as all ranks see it.
+"""Records and draws one chunked call of each operation on all ranks.
 
-A shard is awaited (pale) from the beginning of the call until its sender has published it, which the sender's own
-spans tell (one clock for all): a gather publishes just before its first matmul, a reduce-scatter after the matmul for
-that owner. Matmuls (solid) of other shards run meanwhile. So that this can be seen, the last rank enters each call
-late, by a quarter of its usual time.
+A shard is awaited (pale) from the beginning of the call until its sender has published it. The sender's own spans give
+that time (all ranks share one clock): a gather publishes just before its first matmul, a reduce-scatter after the
+matmul for that owner. Matmuls (solid) of other shards run meanwhile. To make this visible, the last rank enters each
+call late, by a quarter of its usual time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .cases import OPERATIONS, Case, ways
 
 
 class Call(NamedTuple):
-    """One rank's call: when it began and ended, and the (label, begin, end) that the operation noted."""
+    """One rank's call: its begin and end, and the spans (label, begin, end) that the operation recorded."""
 
     begin: float
     end: float
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
 
 def arrivals(operation: str, calls: list[Call], rank: int) -> dict[int, float]:
-    """Peer -> when it had published its shard to `rank`."""
+    """Peer -> time at which it had published its shard to `rank`."""
     found = {}
     for p, call in enumerate(calls):
         matmuls = call.labelled("matmul")
@@ -80,7 +80,7 @@ def record(rank: int, tokens: int, k: int, n: int) -> dict[str, list[Call]]:
 
 
 def draw(path: Path, calls: dict[str, list[Call]]) -> None:
-    """One panel an operation, one lane a rank and kind."""
+    """One panel per operation, one lane per rank and kind."""
     figure, axes = plt.subplots(len(calls), 1, figsize=(9, 2.6 * len(calls)), squeeze=False, layout="constrained")
     for axis, (operation, ranks) in zip(axes[:, 0], calls.items()):
         start, lanes = min(call.begin for call in ranks), []

@@ -1,17 +1,18 @@
-"""How the suite `train` measures: bubbles of pipelines, the loop's overhead, saving beside training, on CPU ranks.
+"""Measurements of the suite `train` on CPU ranks: pipeline bubbles, overhead of the training loop, async checkpoints.
 
-bubble       every schedule on 2 and 4 ranks, 8 microbatches. Stages sleep instead of computing, since four of them may
-             share two cores: 200 ms for a stage's forward, inputs' and weights' gradients each (1 : 1 : 1). All else is
-             torch's schedule and our Pipeline, which records its passes. Beside it the theory: bench/bubbles.py. Gloo
-             and Python take about 1 ms between two passes, which a pass has to dwarf: theory leaves as little as 2 %
-overhead     2 ranks, the model of `make train`. A step of our trainer as `fusedtp train` has it (learning rate, check,
-             metrics to a file, TensorBoard and a screen, saver asked) against a loop by hand around the same model,
-             optimizer and data: forward, backward, clipping, optimizer, loss to the host
+bubble       every schedule on 2 and 4 ranks, 8 microbatches. Stages sleep instead of computing, because four of them
+             may share two cores: 200 ms each for a stage's forward, input gradients and weight gradients (1 : 1 : 1).
+             The rest is torch's schedule and our Pipeline, which records its passes. The theory is in
+             bench/bubbles.py. Gloo and Python take about 1 ms between two passes, and theory predicts idle shares as
+             low as 2 %, so a pass must be much longer
+overhead     2 ranks, the model of `make train`. A step of our trainer as in `fusedtp train` (learning rate, check,
+             metrics to a file, TensorBoard and a screen, a query of the saver) against a hand-written loop around the
+             same model, optimizer and data: forward, backward, clipping, optimizer, loss to the host
 checkpoint   one rank on one thread, so that a core is left for writing. Ten steps with a save after the first one
-             against ten without, by turns, at least 1 GB of weights and moments
+             against ten without, alternating; at least 1 GB of weights and moments
 
-Each case repeats until its spread is small or its time is up. `figures` of a row have what it is about, its quartiles
-and the theory.
+Each case repeats until its spread is small or its time is up. `figures` of a row hold the measured quantity, its
+quartiles and the theory.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ from .sample import Spread, interleave
 SUITE = "train"
 PASS_SECONDS, SMOKE_PASS_SECONDS = 0.200, 0.002
 STEPS_A_SAVE = 10
-STEADY = 0.05  # of the median: the distance of the quartiles at which a case has seen enough
+STEADY = 0.05  # a case stops when the interquartile range is at most this share of the median
 
 
 def steady(values: Sequence[float], least: int = 5) -> bool:
-    """Whether the middle half of the values lies within STEADY of their median."""
+    """Whether the interquartile range is at most STEADY times the median."""
     if len(values) < least:
         return False
     spread = Spread.of(list(values))
@@ -74,7 +75,7 @@ def steady(values: Sequence[float], least: int = 5) -> bool:
 
 
 class Nap(Function):
-    """x, w -> x. Forward sleeps, backward sleeps for the gradient of x and for that of w, each in the pass it is in."""
+    """x, w -> x. Forward sleeps; backward sleeps for the gradients of x and w, each in the pass that computes it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, costs: Costs) -> Tensor:
@@ -93,7 +94,7 @@ class Nap(Function):
 
 
 class SleepingStage(nn.Module):
-    """Called as fusedtp.train.stages.Stage is. The first one embeds, so that its layers need gradients of inputs."""
+    """Called like fusedtp.train.stages.Stage. The first stage embeds, so that its layers need input gradients."""
 
     def __init__(self, model: Sleeper, first: bool, last: bool) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ class SleepingStage(nn.Module):
 
 
 class Sleeper(nn.Module):
-    """A model of sleeping stages, as fusedtp.train.stages.Staged. costs: of a stage."""
+    """A model of sleeping stages, like fusedtp.train.stages.Staged. costs: of one stage."""
 
     tied = False
 
@@ -127,7 +128,7 @@ class Sleeper(nn.Module):
 
 
 def measure_bubble(rank: Rank, case: Case) -> list[Row]:
-    """Steps of a schedule, recorded, against its theory. Collective."""
+    """Compares recorded steps of a schedule with its theory. Collective."""
     schedule, ranks = str(case.shape["schedule"]), rank.world_size
     count = stage_count(schedule, ranks)
     of_rank, seconds = count // ranks, SMOKE_PASS_SECONDS if rank.plan.smoke else PASS_SECONDS
@@ -141,7 +142,7 @@ def measure_bubble(rank: Rank, case: Case) -> list[Row]:
     told: list[list[Action]] = []
     begin, step = time.perf_counter(), 0
     while True:
-        if step:  # the first one connects the ranks
+        if step:  # not the first step, which connects the ranks
             pipeline.record(step, told.append)
         pipeline.step(batches, 0, step)
         step += 1
@@ -170,7 +171,7 @@ def measure_bubble(rank: Rank, case: Case) -> list[Row]:
 
 
 def by_hand(model: Any, batches: Any, optimizer: torch.optim.Optimizer) -> float:
-    """A step as one writes it."""
+    """A hand-written training step."""
     (batch,) = batches.step()
     loss = model(**batch.arguments()).loss
     loss.backward()
@@ -181,7 +182,7 @@ def by_hand(model: Any, batches: Any, optimizer: torch.optim.Optimizer) -> float
 
 
 def step_of(trainer: Trainer) -> None:
-    """A step of Trainer.train that is not its last, and not validated."""
+    """A step of Trainer.train, neither the last one nor one with validation."""
     assert trainer.saver is not None
     trainer.train_step()
     trainer.saver.after(trainer.step, trainer.state, last=False)
@@ -189,7 +190,7 @@ def step_of(trainer: Trainer) -> None:
 
 @contextmanager
 def trainer_as_run(rank: Rank, config: TrainConfig, folder: Path) -> Iterator[Trainer]:
-    """The trainer that `fusedtp train` makes, with the metrics and the saver that it gives it."""
+    """The trainer of `fusedtp train`, with its metrics and saver."""
     mesh = DeviceMesh.from_group(rank.group, "cpu", mesh_dim_names=("tp",))
     world = World.of(mesh, torch.device("cpu"))
     tokens = [folder]
@@ -210,14 +211,14 @@ def trainer_as_run(rank: Rank, config: TrainConfig, folder: Path) -> Iterator[Tr
 
 
 def measure_overhead(rank: Rank, case: Case) -> list[Row]:
-    """Steps of the trainer and by hand, in turns. Collective."""
+    """Alternates steps of the trainer and of the hand-written loop. Collective."""
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig()
         if rank.plan.smoke:
             small = replace(config.model, width=16, mlp_width=8, layers=1)
             config = replace(config, model=small, data=replace(config.data, length=16, batch=2))
         config = replace(config, run=replace(config.run, runs=Path(folder)))
-        steps = 1 << 40  # the learning rate stays where the warm-up left it
+        steps = 1 << 40  # keeps the learning rate at its value after warm-up
         config = replace(config, optim=replace(config.optim, steps=steps, warmup=0, lr=1e-4))
         with trainer_as_run(rank, config, Path(folder)) as trainer:
             ways: dict[str, Callable[[], object]] = {
@@ -252,7 +253,7 @@ def measure_overhead(rank: Rank, case: Case) -> list[Row]:
 
 
 def large_trainer(smoke: bool, folder: Path) -> Trainer:
-    """On one rank; weights and AdamW's moments of 1 GB and more."""
+    """A trainer on one rank with at least 1 GB of weights and AdamW moments."""
     width, layers = (16, 1) if smoke else (1024, 7)
     sizes = ModelConfig(
         vocab_size=256, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
@@ -268,7 +269,7 @@ def large_trainer(smoke: bool, folder: Path) -> Trainer:
 
 
 def ten_steps(trainer: Trainer, saving: bool) -> tuple[list[float], list[bool], float]:
-    """Seconds of each step, whether a save was being written all through it, seconds that the save held it up."""
+    """(seconds of each step, whether a save was being written during the whole step, seconds that the save blocked)."""
     assert trainer.saver is not None
     checkpoints, seconds, beside, blocked = trainer.saver.checkpoints, [], [], 0.0
     for number in range(STEPS_A_SAVE):
@@ -284,7 +285,7 @@ def ten_steps(trainer: Trainer, saving: bool) -> tuple[list[float], list[bool], 
 
 
 def measure_checkpoint(rank: Rank, case: Case) -> list[Row]:
-    """Blocks of ten steps, with a save and without, by turns."""
+    """Alternates blocks of ten steps with and without a save."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(dir=Path.cwd()))  # a disk: /tmp may be memory
@@ -300,7 +301,7 @@ def measure_checkpoint(rank: Rank, case: Case) -> list[Row]:
 def _checkpoint_rows(rank: Rank, case: Case, trainer: Trainer) -> list[Row]:
     assert trainer.saver is not None
     checkpoints = trainer.saver.checkpoints
-    ten_steps(trainer, saving=True)  # the first save makes buffers
+    ten_steps(trainer, saving=True)  # the first save allocates buffers
     checkpoints.wait()
     plain: list[float] = []
     beside: list[float] = []
@@ -312,7 +313,7 @@ def _checkpoint_rows(rank: Rank, case: Case, trainer: Trainer) -> list[Row]:
         without, _, _ = ten_steps(trainer, saving=False)
         seconds, during, held = ten_steps(trainer, saving=True)
         waited = time.perf_counter()
-        saved = checkpoints.wait()  # None where the saver took note of it already
+        saved = checkpoints.wait()  # None if the saver has already recorded it
         waited = time.perf_counter() - waited
         saves.append(saved or trainer.saver.saved[-1])
         plain += without

@@ -1,9 +1,9 @@
 """fusedtp bench tune: find the fastest configuration of every kernel and shape class, and write the table of this GPU.
 
-For each class: the default and its neighbours that fit the GPU are compiled; what does not compile or spills is out;
-the rest is sampled in interleaved rounds, halved again and again; then what is left is varied field by
-field. A winner less than 1 % better than the default is the default. The table is written after each class, and a run
-that was broken off goes on from there. See fusedtp/ops/launch/tuned.py for how it is read. Not measured on a GPU yet.
+For each class, the default and its neighbors that fit the GPU are compiled; those that fail or spill are dropped. The
+others are sampled in interleaved rounds with successive halving. Then single fields of the best one are varied. The
+default is kept unless the winner is at least 1 % faster. The table is written after each class, and an interrupted run
+resumes from it. fusedtp/ops/launch/tuned.py reads it. Not measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from .shapes import MODELS, Layer, layers
 
 
 Values = dict[str, int]
-PART_OF_CLASS = 3  # jobs of a class that are measured
-MOST_SUMS = 128  # fp32 sums of a tile in each thread; a thread names 255 registers
+PART_OF_CLASS = 3  # jobs measured per class
+MOST_SUMS = 128  # fp32 accumulators of a tile per thread; a thread has 255 registers
 
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel on one shape: x of `rows` tokens in all, N and K of the weight as a rank has it."""
+    """A kernel on one shape: x has `rows` tokens in total; N and K are those of a rank's weight."""
 
     kernel: str
     dtype: str
@@ -77,7 +77,7 @@ class Job:
 
     @property
     def extents(self) -> dict[str, int]:
-        """As the launcher asks the table for it."""
+        """The extents with which the launcher looks up the table."""
         each = -(-self.rows // self.ranks)
         columns = self.k if self.kernel == "all_gather_wgrad" else self.n
         found = {
@@ -95,12 +95,12 @@ class Job:
 
     @property
     def together(self) -> bool:
-        """Whether a gather brings its rows together first, so that no transport is chosen for it."""
+        """Whether a gather first collects all rows, so that there is no transport to choose."""
         return come_together(Rows(split(self.rows, self.ranks)), getattr(torch, self.dtype))
 
     @property
     def case(self) -> Case:
-        """What is called to launch it."""
+        """The call that launches this kernel."""
         names = {
             "all_gather": "all_gather_wgrad" if self.together else "all_gather_matmul",
             "one_shot": "matmul_all_reduce",
@@ -114,11 +114,11 @@ class Job:
 
     @property
     def label(self) -> str:
-        """One line that names it."""
+        """One line that names the job."""
         return f"{self.kernel} {self.dtype} {self.rows} x {self.n} x {self.k}"
 
     def default(self, machine: Machine) -> Values:
-        """What the launcher takes without a table, as an entry of one."""
+        """The launcher's configuration without a table, in the form of a table entry."""
         dtype, at = getattr(torch, self.dtype), self.extents
         if self.kernel == "all_gather":
             senders, chunk = gather_programs(machine)[0], gather_chunk(at["rows"], FLAGS_PER_SOURCE)
@@ -140,7 +140,7 @@ class Job:
 
 
 def reduction_kernel(rows: int, n: int, dtype: str) -> str:
-    """Which kernel an all-reduce of [rows, n] is."""
+    """The kernel of an all-reduce of [rows, n]."""
     if is_one_shot(rows, n, getattr(torch, dtype)):
         return "one_shot"
     found = scatter_kernel(rows, n, dtype)
@@ -148,12 +148,12 @@ def reduction_kernel(rows: int, n: int, dtype: str) -> str:
 
 
 def scatter_kernel(rows: int, n: int, dtype: str) -> str:
-    """Which kernel a reduce-scatter is, likewise."""
+    """The kernel of a reduce-scatter of [rows, n]."""
     return "few_rows" if are_few(Rows((rows,)), n, getattr(torch, dtype)) else "matmul_reduce_scatter"
 
 
 def candidates(job: Job, machine: Machine, limit: int) -> list[Values]:
-    """The default, then at most `limit` others that this machine can hold, the nearest to it first."""
+    """The default, then at most `limit` others that fit this machine, the nearest to the default first."""
     default = job.default(machine)
     space = _transports(machine) if job.kernel == "all_gather" else _tiles(job, machine, default)
     found = [values for values in space if values != default and _possible(job, machine, values)]
@@ -162,7 +162,7 @@ def candidates(job: Job, machine: Machine, limit: int) -> list[Values]:
 
 
 def refinements(job: Job, machine: Machine, values: Values) -> list[Values]:
-    """Configurations that differ from this one in one field that a tile search leaves alone."""
+    """Configurations that differ from this one in one field that the tile search does not vary."""
     grouped = machine.clock != "host" and not (job.kernel == "all_gather_matmul" and job.together)
     choices: dict[str, tuple[int, ...]] = {"group": (1, 4, 8, 16, 32)} if grouped else {}
     sets = tuned.KERNELS[job.kernel].sets
@@ -170,8 +170,8 @@ def refinements(job: Job, machine: Machine, values: Values) -> list[Values]:
         choices |= {"chunk": (1, 2, 4)} if "chunk" in sets else {}
         if machine.clock != "host":
             choices |= {"part": (128, 256, 512, 1024)}
-        if not machine.shared_gpu:  # where ranks share a GPU its split is not a matter of taste
-            # two programs a multiprocessor, where they fit
+        if not machine.shared_gpu:  # if ranks share a GPU, its split is fixed
+            # two programs per multiprocessor, if they fit
             choices |= {"send_programs": (machine.programs, 2 * machine.programs)}
     if machine.clock != "host":  # `_possible` keeps what machine and dtype support
         toggles = dict(tma=(0, 1), specialized=(0, 1), halves=(0, 1))
@@ -191,7 +191,7 @@ def _tiles(job: Job, machine: Machine, default: Values) -> Iterator[Values]:
     at, wide = job.extents, job.dtype == "float32"
     host = machine.clock == "host"
     sides, depths, warps, stages = [16, 32, 64, 128, 256], [16, 32, 64, 128], [4, 8], [2, 3, 4, 5]
-    if host:  # the interpreter: a warp and a stage cost nothing
+    if host:  # the interpreter: warps and stages have no cost
         sides, depths, warps, stages = [16, 32, 64], [16, 32, 64], [4], [1]
     for m, n, k, w, s in product(sides, sides, depths, warps, stages):
         sums = m * n // (32 * w)
@@ -207,7 +207,7 @@ def _tiles(job: Job, machine: Machine, default: Values) -> Iterator[Values]:
 
 
 def _plain(default: Values, tile: Values) -> Values:
-    """What a plain matmul's launcher lets follow from a tile."""
+    """The fields that a plain matmul's launcher derives from a tile."""
     specialized = default["specialized"] and tile["block_m"] == 128
     found = dict(specialized=int(specialized), halves=int(default["tma"] and tile["block_n"] == 256))
     return found | (dict(max_registers=0) if specialized else {})
@@ -218,7 +218,7 @@ def _possible(job: Job, machine: Machine, values: Values) -> bool:
 
 
 def _distance(values: Mapping[str, int], other: Mapping[str, int]) -> float:
-    """How often something doubles between the two."""
+    """The number of doublings between the two configurations."""
     return sum(abs(log2(values[name] / other[name])) for name in other if values[name] > 0 and other[name] > 0)
 
 
@@ -240,11 +240,11 @@ class Winner:
 
 
 def halving(count: int, sample: Callable[[int], float], keep: Sequence[int] = (), rounds: int = 2) -> dict[int, float]:
-    """Candidate -> median of its samples, of those that were left at the end.
+    """Candidate -> median of its samples, for the finalists.
 
-    All are sampled in interleaved rounds; then the slower half goes, and the rest gets twice as many rounds, until
-    FINALISTS are left beside those in `keep` (no more than FINALISTS), which always stay. Ranks whose samples agree
-    decide alike.
+    All candidates are sampled in interleaved rounds. Then the slower half is dropped, and the rest gets twice as many
+    rounds, until FINALISTS are left besides those in `keep` (at most FINALISTS), which always stay. Ranks with equal
+    samples make the same decisions.
     """
     times: dict[int, list[float]] = {i: [] for i in range(count)}
     left = list(range(count))
@@ -261,19 +261,19 @@ def halving(count: int, sample: Callable[[int], float], keep: Sequence[int] = ()
 
 
 def tune(rank: Rank, jobs: Sequence[Job], limit: int, held: Mapping[str, Values]) -> Winner:
-    """The best configuration for these jobs of one class. Collective: all ranks get the same answer.
+    """The best configuration for these jobs of one class. Collective: all ranks get the same result.
 
-    held   what other kernels of the same call are launched with
+    held   configurations of other kernels in the same call
     """
     for other, values in held.items():
         tuned.hold(other, values)
     try:
         found = _tune(rank, jobs, limit)
-        rank.meet()  # no rank launches any more
+        rank.meet()  # no rank launches after this
     finally:
         for name in (jobs[0].kernel, *held):
             tuned.hold(name, None)
-    rank.meet()  # nor takes away what another has put there for the next jobs
+    rank.meet()  # no rank clears a configuration that another has already set for the next jobs
     return found
 
 
@@ -298,7 +298,7 @@ def _tune(rank: Rank, jobs: Sequence[Job], limit: int) -> Winner:
 
 
 def _race(rank: Rank, jobs: Sequence[Job], pool: list[Values]) -> dict[int, float]:
-    """Index in `pool` -> geometric mean of the jobs' seconds, of those that were left; the first always is."""
+    """Index in `pool` -> geometric mean of the jobs' seconds, for the finalists, which include the first."""
     kernel, ways = jobs[0].kernel, [way_of(rank, job) for job in jobs]
     _hold(rank, kernel, pool[0])
     calls = [rank.calls(way) for way in ways]
@@ -308,7 +308,7 @@ def _race(rank: Rank, jobs: Sequence[Job], pool: list[Values]) -> dict[int, floa
         times = rank.worst(*(rank.once(way, n) for way, n in zip(ways, calls, strict=True)))
         return exp(fsum(map(log, times)) / len(times))
 
-    for i in range(len(pool)):  # compiles, and grows the workspace
+    for i in range(len(pool)):  # compile, and grow the workspace
         sample(i)
     _hold(rank, kernel, pool[0])
     rank.warm(ways[0], WARM_SECONDS[rank.device.type])  # the GPU has idled while the host compiled
@@ -316,7 +316,7 @@ def _race(rank: Rank, jobs: Sequence[Job], pool: list[Values]) -> dict[int, floa
 
 
 def _hold(rank: Rank, kernel: str, values: Values) -> None:
-    """Not before every rank has made its last call: those of a virtual world share it."""
+    """Set the configuration after every rank has made its last call: ranks of a virtual world share it."""
     rank.meet()
     tuned.hold(kernel, values)
 
@@ -335,12 +335,12 @@ def way_of(rank: Rank, job: Job) -> Way:
 
 
 def _refuses(rank: Rank, machine: Machine, job: Job, values: Values) -> bool:
-    """Whether this configuration does not compile or spills, on any rank; asked before a call that peers wait for."""
+    """Whether this configuration fails to compile or spills on any rank; checked before any collective call."""
     failed = False
     if machine.clock != "host":
         _hold(rank, job.kernel, values)
         try:
-            if job.kernel == "matmul":  # no rank waits for it
+            if job.kernel == "matmul":  # not collective
                 way_of(rank, job)()
             else:
                 launch = launch_of(rank, machine, job)
@@ -353,7 +353,7 @@ def _refuses(rank: Rank, machine: Machine, job: Job, values: Values) -> bool:
 
 
 def launch_of(rank: Rank, machine: Machine, job: Job) -> Any:
-    """The launch of a fused job, with nothing behind its pointers: to be compiled, not run."""
+    """The launch of a fused job with dummy pointers: to be compiled, not run."""
     dtype, world = getattr(torch, job.dtype), job.ranks
     rows = Rows(split(job.rows, world))
 
@@ -403,20 +403,20 @@ GATHERS = (
 class TuneOptions(Shared):
     """Find the fastest configuration of each kernel and shape class on this GPU, and write a table of them.
 
-    Lists are separated by commas. Defaults: llama3-8b,llama3-70b at 512,2048,8192,16384 tokens on 1,8 ranks (1: the
-    plain matmul) in bfloat16; on a CPU tiny at 32 on 1,2 ranks in float32, where kernels are interpreted: that shows
-    that the tuner runs, no more. Each world has entries of its own. --save writes to fusedtp/ops/tables, from where
-    tables ship with the package.
+    Lists are comma-separated. Defaults: llama3-8b,llama3-70b at 512,2048,8192,16384 tokens on 1,8 ranks (1: the plain
+    matmul) in bfloat16; on a CPU, tiny at 32 tokens on 1,2 ranks in float32 with interpreted kernels, which only shows
+    that the tuner runs. Each world has separate entries. --save writes to fusedtp/ops/tables, which ships with the
+    package.
     """
 
     kernels: str = ""
     """Only these kernels."""
     candidates: int | None = None
-    """Configurations to try for a class, beside the default. Default: 48; on a CPU 2."""
+    """Configurations to try per class, besides the default. Default: 48; on a CPU 2."""
     out: Path | None = None
     """Folder of the table. Default: bench/out/tables."""
     resume: bool = True
-    """Keep the classes that the table there holds already."""
+    """Keep the classes that are already in the table."""
 
 
 @dataclass(frozen=True)
@@ -432,7 +432,7 @@ class Plan:
 
 
 def plan_of(given: TuneOptions, argv: Sequence[str]) -> Plan:
-    """Fill in and check. Raises ValueError that lists every fault."""
+    """Fill in defaults and check. Raises ValueError that lists every fault."""
     faults: list[str] = []
     at, folder = tables.plan_of(given, DEFAULTS, tuned.DTYPES, given.out, faults)
     wanted = known("kernels", given.kernels, tuned.KERNELS, faults) or tuple(tuned.KERNELS)
@@ -456,7 +456,7 @@ def plan_of(given: TuneOptions, argv: Sequence[str]) -> Plan:
 
 
 def jobs_of(model: str, dtype: str, ranks: int, rows: int) -> list[Job]:
-    """What a block of this model launches for so many tokens; of one rank the plain matmuls."""
+    """The kernels that a block of this model launches for this many tokens; the plain matmuls on one rank."""
     hidden = MODELS[model].hidden
     kernels = {
         "column": GATHERS,
@@ -475,7 +475,7 @@ Key = tuple[str, str, tuple[int, ...]]  # kernel, dtype, class
 
 
 def classes(jobs: Sequence[Job], machine: Machine) -> dict[Key, list[Job]]:
-    """Jobs by the entry of a table that they make together."""
+    """Jobs grouped by table entry."""
     found: dict[Key, list[Job]] = {}
     for job in jobs:
         key = job.kernel, job.dtype, tuned.shape_class(job.kernel, machine, **job.extents)
@@ -484,7 +484,7 @@ def classes(jobs: Sequence[Job], machine: Machine) -> dict[Key, list[Job]]:
 
 
 def entry_of(key: Key, jobs: Sequence[Job], winner: Winner) -> dict[str, Any]:
-    """As the table holds it."""
+    """The table entry."""
     kernel, dtype, at = key
     return {
         "kernel": kernel,
@@ -498,12 +498,12 @@ def entry_of(key: Key, jobs: Sequence[Job], winner: Winner) -> dict[str, Any]:
 
 
 def kept(path: Path, machine: Machine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """All tables of a machine's file, and the entries of this Triton's. Raises ValueError for a file that is bad."""
+    """All tables of a machine's file, and the entries for this Triton version. Raises ValueError for a bad file."""
     return tables.kept(path, machine.name, tuned.table_name(), lambda entry: tuned.faults(entry, machine))
 
 
 def run(rank: Rank, plan: Plan) -> Path:
-    """Tune the jobs of this rank's world. Collective; the first rank writes."""
+    """Tune the jobs of this rank's world. Collective; rank 0 writes the table."""
     machine = machine_of(rank.device, 1 if rank.comm is None else rank.comm.world.ranks_per_device)
     path = plan.folder / measured.file_of(machine.name)
     others, earlier = kept(path, machine)
@@ -511,7 +511,7 @@ def run(rank: Rank, plan: Plan) -> Path:
     winners: dict[Key, Values] = {key: entry["config"] for key, entry in entries.items()}
     jobs = classes([job for job in plan.jobs if job.ranks == rank.world_size], machine)
     missing = {key: of for key, of in jobs.items() if not (plan.resume and key in entries)}
-    rank.meet()  # all have read the file before the first one writes it
+    rank.meet()  # all ranks have read the file before rank 0 writes it
     with progress(len(missing), shown=rank.rank == 0) as begin:
         for key, of in missing.items():
             begin(f"{rank.world_size} ranks: {of[0].label}")
@@ -525,7 +525,7 @@ def run(rank: Rank, plan: Plan) -> Path:
 
 
 def held_beside(job: Job, machine: Machine, winners: dict[Key, Values]) -> dict[str, Values]:
-    """What the matmul of a gather is launched with while its transport is tuned."""
+    """The configuration of a gather's matmul while its transport is tuned."""
     if job.kernel != "all_gather":
         return {}
     other = replace(job, kernel=job.case.operation)
@@ -534,7 +534,7 @@ def held_beside(job: Job, machine: Machine, winners: dict[Key, Values]) -> dict[
 
 
 def show(path: Path) -> None:
-    """Print a table that was written."""
+    """Print the written table."""
     lines = []
     for entry in measured.parse(path.read_bytes(), path.stem)[tuned.table_name()]["entries"]:
         config = " ".join(f"{name} {value}" for name, value in entry["config"].items())

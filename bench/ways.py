@@ -1,4 +1,4 @@
-"""All ways of one case: what runs, why others do not, how wrong each is; sampled together, a row each."""
+"""All ways of one case: those that run, those that are absent with the reason, and one result row for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERPRETED = "engine triton is interpreted on a CPU: its time says nothing"
 
 
 class Ways:
-    """Functions of the same operands by name, and what is absent with the words that say why."""
+    """Functions of the same operands by name, and absent ways with the reason."""
 
     def __init__(self, rank: Rank, suite: str, case: Case) -> None:
         self.rank, self.suite, self.case = rank, suite, case
@@ -28,14 +28,14 @@ class Ways:
         self.timed: dict[str, Way] = {}
 
     def add(self, name: str, function: Function | None, why: str = "") -> None:
-        """One that rivals.py found, or why there is none."""
+        """Add a way, or the reason why it is absent."""
         if function is not None:
             self.functions[name] = function
         else:
             self.absent[name] = why
 
     def add_engine(self, engine: str, function: Function) -> None:
-        """One of ours, but for a kernel that only Triton's interpreter would run."""
+        """Add one of our engines, unless its kernels would run in Triton's interpreter."""
         on_cpu = self.rank.device.type == "cpu"
         kernels = engine in ("triton", "triton-copy", "multimem")
         interpreted = kernels and on_cpu and not (self.rank.plan.smoke and interpreting())
@@ -46,12 +46,12 @@ class Ways:
         sets: Sequence[tuple[Any, ...]] | Mapping[str, Sequence[tuple[Any, ...]]],
         timed: Callable[[str, Function], Function] = lambda name, function: function,
     ) -> None:
-        """Drop what fails at its first call, on any rank: another version, too little memory. Collective.
+        """Drop ways that fail at their first call on any rank: wrong version, out of memory. Collective.
 
-        Of ours it is said that it failed, and the case counts as one that did.
+        If one of ours fails, its row says so and the case counts as failed.
 
-        sets    of operands, for all or by name
-        timed   what a sample calls of (name, function)
+        sets    sets of operands, for all ways or by name
+        timed   (name, function) -> the function that a sample calls
         """
         for name, function in self.functions.items():
             mine = sets.get(name, sets.get("")) if isinstance(sets, Mapping) else sets
@@ -62,9 +62,9 @@ class Ways:
             del self.timed[name], self.functions[name]
 
     def rows(self, each: Mapping[str, Mapping[str, Any]] | None = None, **figures: Any) -> list[Row]:
-        """Sample all, interleaved: a row a way, and one for what is absent. Collective.
+        """Sample all ways, interleaved; one row per way, including absent ones. Collective.
 
-        each   way -> figures of its own; `figures` are those of all
+        each   way -> its own figures; `figures` apply to all
         """
         spreads = self.rank.measure(self.timed)
         own = each or {}
@@ -72,17 +72,17 @@ class Ways:
         return rows + self.missing()
 
     def row(self, name: str, spread: Spread, **figures: Any) -> Row:
-        """A row of what was sampled."""
+        """The row of a sampled way."""
         host = self.rank.host(self.timed[name], spread)
         note = self.rank.notes.get(name, "")
         return self._made(name, seconds=spread, host_seconds=host, note=note, **figures)
 
     def missing(self) -> list[Row]:
-        """Rows of what is absent."""
+        """The rows of absent ways."""
         return [self._made(name, note=why) for name, why in self.absent.items()]
 
     def _made(self, name: str, **figures: Any) -> Row:
-        """A row of this world. `error` may be an Error."""
+        """A row with the fields of this case and world. `error` may be an Error."""
         rank, error = self.rank, figures.pop("error", None)
         if isinstance(error, Error):
             figures |= {"error": error.largest, "error_share": error.share}

@@ -1,4 +1,4 @@
-"""The suites by name. Those of fused operations follow from the operations' declarations: fused.py."""
+"""The suites by name. The suites of fused operations are made from the operations' declarations: fused.py."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from . import decode, experts, fp8, fused, local, model, step, train
 
 
 class Suite(NamedTuple):
-    """ranks: "one" (a device), "several" or "any"; cases(plan, tp); measure(rank, case) -> rows, collective.
+    """ranks: "one" (device), "several" or "any"; cases(plan, tp); measure(rank, case) -> rows, collective.
 
-    worlds   ranks that it runs on, whatever --tp says
+    worlds   numbers of ranks to run on, overriding --tp
     """
 
     ranks: str

@@ -1,15 +1,15 @@
 """The suite of decoding: a layer's matmuls for a few tokens, with their communication, eager and in a CUDA graph.
 
-    h = x @ qkv.T       a = all_reduce(h' @ o.T)         h': as many columns of h as o takes, in attention's place
+    h = x @ qkv.T       a = all_reduce(h' @ o.T)         h': the first columns of h, as many as o needs; no attention
     g = a @ gate_up.T   y = all_reduce(silu(g1) * g2 @ down.T)
 
     fusedtp ENGINE             matmul_all_reduce
-    NCCL + torch.matmul        the process group's all_reduce behind torch.mm, without a check of ours; gloo on a CPU
-    ..., graph                 the same call captured once; a sample replays it: one graph, no work of the host
+    NCCL + torch.matmul        torch.mm, then the process group's all_reduce, without our checks; gloo on a CPU
+    ..., graph                 the same call captured once; a sample replays it: one graph, no host work
 
-A sample is calls back to back without a gate: where the host is slower than the device, its time counts, as it does
-where tokens are decoded. Bytes are the weights of all ranks, each read once. Ranks of a virtual world are threads of
-one interpreter: their eager calls wait for each other on the host.
+A sample is calls back to back without a gate: if the host is slower than the device, its time counts, as in real
+decoding. Bytes are the weights of all ranks, each read once. Ranks of a virtual world are threads of one interpreter,
+so their eager calls wait for each other on the host.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from ..ways import INTERPRETED, NO_SWITCH, Ways
 
 SUITE = "decode"
 TOKENS, SMOKE_TOKENS = (1, 16, 64), (2,)
-# and the group's collectives; what exchanges on the host cannot be captured
+# and the group's collectives; engines that exchange on the host cannot be captured
 GRAPHS = ("fusedtp triton", "fusedtp multimem")
 AllReduce = Callable[[Tensor, Tensor], Tensor]  # (x [T, K], w [N, K]) -> [T, N], summed over ranks
 
 
 def cases(plan: Plan, tp: int) -> list[Case]:
-    """Few tokens of each model, whatever --tokens says. Raises ValueError for a model that does not split."""
+    """Few tokens of each model, regardless of --tokens. Raises ValueError for a model that does not split."""
     found = []
     for tokens in SMOKE_TOKENS if plan.smoke else TOKENS:
         for model in plan.shapes:
@@ -52,7 +52,7 @@ def cases(plan: Plan, tp: int) -> list[Case]:
 
 
 def layer(x: Tensor, weights: dict[str, Tensor], summed: AllReduce) -> Tensor:
-    """x [T, H] -> [T, H], see above."""
+    """x [T, H] -> [T, H], see the module docstring."""
     h = matmul(x, weights["qkv"])
     a = summed(h[:, : weights["o"].shape[1]], weights["o"])
     g = matmul(a, weights["gate_up"])
@@ -61,9 +61,10 @@ def layer(x: Tensor, weights: dict[str, Tensor], summed: AllReduce) -> Tensor:
 
 
 class Graph:
-    """A function that has run before: its first call captures it, which is collective, and each call replays it.
+    """Captures a function in a CUDA graph at the first call (collective), and replays it at each call.
 
-    Nothing may run on the device while a graph is captured, so ranks that share one take turns.
+    The function must have run before. Nothing else may run on the device during capture, so ranks that share a device
+    take turns.
     """
 
     def __init__(self, rank: Rank, function: Callable[[], Tensor]) -> None:
@@ -92,7 +93,7 @@ class Graph:
                 except Exception as error:
                     raised = error
             self.rank.meeting.barrier()
-        (failed,) = self.rank.worst(float(raised is not None))  # its peers' replays would wait for it
+        (failed,) = self.rank.worst(float(raised is not None))  # replays of its peers would wait for it
         if raised is not None:
             raise raised
         if failed:
@@ -102,7 +103,7 @@ class Graph:
 
 @torch.no_grad()
 def measure(rank: Rank, case: Case) -> list[Row]:
-    """Rows of one case. Collective."""
+    """Result rows of one case. Collective."""
     comm, group = rank.comm, rank.group
     assert comm is not None
     hidden = model_of(case.model).hidden
@@ -129,7 +130,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
             ways.add(name, None, INTERPRETED)
         elif engine == "multimem" and rank.world != "virtual" and not comm.has_switch:
             ways.add(name, None, NO_SWITCH)
-        elif engine != "triton-copy":  # of a gather
+        elif engine != "triton-copy":  # for gathers only
             add(name, _ours(group, engine), name in GRAPHS)
     hand, why = rivals.by_hand(group, rank.device)
     name = f"{rivals.collective_name(rank.device)} + torch.matmul"

@@ -1,32 +1,30 @@
-"""Suites of mixtures of experts: their matmuls, the exchange of their rows, and the layer of both.
+"""MoE suites: grouped matmuls, dispatch and combine, and the whole layer.
 
-grouped-matmul   rows by the weights of their experts, against torch's grouped_mm; one device. A rank of expert
-                 parallelism: of `--tp` ranks it holds E / tp experts, and T k / tp rows come to them
+grouped-matmul   rows times the weights of their experts, against torch's grouped_mm; one device, with the work of one
+                 of `--tp` expert-parallel ranks: E / tp experts and T k / tp rows
 
     up     rows [R, hidden]         weights [E, 2 x intermediate, hidden], gate and up in one
     down   rows [R, intermediate]   weights [E, hidden, intermediate]
     fwd, dgrad, wgrad               y = rows @ w[e].T;  drows = dy @ w[e];  dw[e] = dy[rows of e].T @ rows[rows of e]
 
-                 Models are all of shapes.py, whatever --shapes says; on a CPU those whose weights are below CPU_BYTES
+                 Uses all MoE models of shapes.py, regardless of --shapes; on a CPU those with weights below CPU_BYTES
 
 moe-exchange     dispatch and combine alone, forward: rows to the experts' ranks and back, without a matmul. Bytes are
-                 the payload, which a copy reads once and writes once: T k rows there, T k rows back. The roof is a
-                 copy of all ranks at once in the same run, so a share of one is an exchange that takes no longer than
-                 copying its rows in place. What else it does is in its time and not in its bytes: in a dispatch the
-                 tokens' one copy to where peers read them, the choices' weights, and the plan, for which choices are
-                 sorted and their counts exchanged; in a combine the second pass over its rows, which are summed out
-                 of the slot
+                 the payload, read once and written once: T k rows there, T k rows back. The roof is a copy by all
+                 ranks at once in the same run, so a share of one means that the exchange takes no longer than copying
+                 its rows in place. The time includes work that is not in the bytes: for a dispatch, one copy of the
+                 tokens to where peers read them, the routing weights, and the plan, which sorts the choices and
+                 exchanges their counts; for a combine, a second pass over its rows, which are summed from the slot
 
 moe              a layer split over ranks, forward and backward: dispatch, experts, combine, against all_to_all with
-                 torch. Tokens choose `top_k` different experts: "balanced" all with equal chance, "skewed" expert e
-                 with a chance like 1 / (1 + e). Gradients reach x, the weights and all of the experts' parameters;
-                 the router is not in it. `peak` is the largest memory a rank held during a call beyond what it held
-                 before, and stands beside tokens x k x dim of a rank. By engine triton rows travel while matmuls run;
-                 "one by one" is the same layer without that, in four kernels forward, and `gain` its time over that
-                 of the layer with overlap. "experts alone" has its rows already, and nothing travels: no exchange,
-                 however fast, makes a layer faster than that. On a CPU without 16-bit matmuls all of these multiply
-                 in fp32; "+ F.linear" leaves that to torch, which takes seconds there, and so is measured in the
-                 first layer only
+                 torch. Tokens choose `top_k` different experts: "balanced" with equal probability, "skewed" expert e
+                 with probability proportional to 1 / (1 + e). Gradients reach x, the weights and all parameters of the
+                 experts; the router is not included. `peak` is the largest memory that a rank allocates during a call,
+                 to compare with tokens x k x dim of a rank. Engine triton overlaps the exchange with the matmuls; "one
+                 by one" is the same layer without overlap, in four kernels forward, and `gain` is its time over that
+                 with overlap. "experts alone" already has its rows and sends nothing: a lower bound for any exchange.
+                 On a CPU without 16-bit matmuls all of these multiply in fp32; "+ F.linear" leaves that to torch,
+                 which takes seconds there, so it is measured in the first layer only
 """
 
 from __future__ import annotations
@@ -62,14 +60,14 @@ DIRECTIONS = ("fwd", "dgrad", "wgrad")
 ALONE = "experts alone"
 ONE_BY_ONE = ", one by one"
 TORCHS_OWN = " + F.linear"
-SAMPLED = {"cuda": 2, "cpu": 32}  # tokens of a rank that are held against fp64
+SAMPLED = {"cuda": 2, "cpu": 32}  # tokens per rank that are compared with fp64
 
 
 # -- grouped-matmul --------------------------------------------------------------------------------------------------
 
 
 def grouped_cases(plan: Plan, tp: int) -> list[Case]:
-    """Both matmuls of every model's experts on one of `tp` ranks, in each direction; small before large."""
+    """Both matmuls of every model's experts on one of `tp` ranks, in each direction; small sizes first."""
     models = [each for each in ((TINY_EXPERTS,) if plan.smoke else EXPERTS) if each.experts % tp == 0]
     found = []
     for tokens in sorted(plan.tokens):
@@ -96,7 +94,7 @@ def grouped_cases(plan: Plan, tp: int) -> list[Case]:
 
 
 def measure_grouped(rank: Rank, case: Case) -> list[Row]:
-    """Rows of one case."""
+    """Result rows of one case."""
     rows, experts = int(case.shape["R"]), int(case.shape["E"])
     bounds = [0, *accumulate(shared_out(rows, experts, str(case.shape["skew"])))]
     offsets = torch.tensor(bounds, dtype=torch.int32, device=rank.device)
@@ -131,14 +129,14 @@ def measure_grouped(rank: Rank, case: Case) -> list[Row]:
 
 
 def ours(direction: str, offsets: Tensor, engine: str) -> Callable[..., Tensor]:
-    """The engine's matmul, of the operands of the case's direction."""
+    """The engine's matmul for the operands of this direction."""
     if direction == "wgrad":
         return lambda dy, x: engines.wgrad_engine(engine, [dy], x, offsets, x.dtype)[0]
     return lambda x, w: engines.matmul_engine(engine, [x], [w], offsets, None)
 
 
 def grouped_mm(direction: str, offsets: Tensor) -> Callable[..., Tensor]:
-    """torch's own, as it comes."""
+    """torch's grouped_mm."""
     ends = offsets[1:]
     if direction == "wgrad":
         return lambda dy, x: F.grouped_mm(dy.t(), x, offs=ends)
@@ -146,7 +144,7 @@ def grouped_mm(direction: str, offsets: Tensor) -> Callable[..., Tensor]:
 
 
 def loop(direction: str, bounds: list[int]) -> Callable[..., Tensor]:
-    """One torch.matmul an expert, as one writes it by hand; 16 bits through fp32 on a CPU that is faster so."""
+    """One torch.matmul per expert, as written by hand; 16 bits through fp32 on CPUs where that is faster."""
     groups = [slice(begin, end) for begin, end in pairwise(bounds)]
     if direction == "wgrad":
         return lambda dy, x: torch.stack([matmul(dy[rows].t(), x[rows].t()) for rows in groups])
@@ -154,7 +152,7 @@ def loop(direction: str, bounds: list[int]) -> Callable[..., Tensor]:
 
 
 def grouped_error(direction: str, bounds: list[int], got: Tensor, a: Tensor, b: Tensor) -> errors.Error:
-    """Of sampled rows of y, drows, or of all experts' dw."""
+    """The error at sampled rows of y or drows, or of all experts' dw."""
     flat = got.flatten(0, -2)
     chosen = errors.sampled(len(flat)).tolist()
     worst = errors.Error(0.0, 0.0)
@@ -177,7 +175,7 @@ def grouped_error(direction: str, bounds: list[int], got: Tensor, a: Tensor, b: 
 
 @dataclass(frozen=True)
 class Layer:
-    """Sizes of a layer of experts."""
+    """Sizes of a MoE layer."""
 
     name: str
     dim: int
@@ -186,11 +184,11 @@ class Layer:
     top_k: int
 
 
-# On a GPU DeepSeek-V3's widths and top-8, with 64 experts: that of a virtual world holds the experts of all ranks, and
-# their gradients, 11 GB instead of 45 GB with 256. Rows that travel are as many.
-# On a CPU three widths: hidden / dim as Qwen3-Next-80B-A3B and Qwen3.5-35B-A3B have it (512 / 2048, defaults of their
-# configurations in transformers), where moving rows weighs most; as Qwen3-30B-A3B has it (../experts.py: 768 / 2048);
-# and experts as wide as the model, which matmuls fill.
+# On a GPU: DeepSeek-V3's widths and top-8, with 64 experts. The GPU of a virtual world holds the experts of all ranks
+# and their gradients: 11 GB instead of 45 GB with 256. The number of rows sent is the same.
+# On a CPU three widths: hidden / dim of Qwen3-Next-80B-A3B and Qwen3.5-35B-A3B (512 / 2048, defaults of their
+# configurations in transformers), where moving rows takes the largest share; that of Qwen3-30B-A3B (../shapes.py:
+# 768 / 2048); and experts as wide as the model, where matmuls dominate.
 LAYERS = {
     "cuda": (Layer("dim-7168", 7168, 2048, 64, 8),),
     "cpu": tuple(Layer(f"dim-512-experts-{width}", 512, width, 16, 2) for width in (128, 192, 512)),
@@ -202,7 +200,7 @@ EXCHANGED = {"cuda": Layer("deepseek-v3", 7168, 0, 256, 8), "cpu": Layer("dim-51
 
 
 def cases_of(suite: str, layers: Sequence[Layer], plan: Plan, tp: int, parts: Sequence[str]) -> list[Case]:
-    """T tokens of all ranks through these layers, whatever --shapes says, in two ways of choosing."""
+    """T tokens of all ranks through these layers, regardless of --shapes, with balanced and skewed routing."""
     for layer in layers:
         if layer.experts % tp:
             raise ValueError(f"{suite} wants ranks that divide {layer.experts} experts, not {tp}")
@@ -243,7 +241,7 @@ def exchange_cases(plan: Plan, tp: int) -> list[Case]:
 
 
 def measure_exchange(rank: Rank, case: Case) -> list[Row]:
-    """Rows of one case. Collective."""
+    """Result rows of one case. Collective."""
     layer, sizes = case.model, split(case.tokens, case.tp)
     ways, inputs = Ways(rank, "moe-exchange", case), dict[str, list[Operands]]()
 
@@ -279,11 +277,11 @@ def measure_exchange(rank: Rank, case: Case) -> list[Row]:
 
 
 def exchange_error(rank: Rank, case: Case, result: Tensor, operands: Operands) -> errors.Error:
-    """Experts that change nothing and weights that sum to one give the tokens again, rounded once."""
+    """Identity experts and weights that sum to one must return the tokens, rounded once."""
     x, _ids, _weights, _rows, handle = operands
     y = result if case.operation == "combine" else fusedtp.moe_combine(result, handle)
     off = (y.double() - x.double()).abs()
-    # The weights are fp32 and so are the sums: k roundings of each.
+    # Weights and sums are fp32: k roundings each.
     unit = errors.unit(x.dtype) + 2 * case.model.top_k * errors.unit(torch.float32)
     share = off / (unit * x.double().abs()).clamp(min=1e-30)
     largest, most = (float(t.max()) if len(x) else 0.0 for t in (off, share))
@@ -299,7 +297,7 @@ def moe_cases(plan: Plan, tp: int) -> list[Case]:
 
 
 def measure_moe(rank: Rank, case: Case) -> list[Row]:
-    """Rows of one case. Collective."""
+    """Result rows of one case. Collective."""
     layer, sizes = case.model, split(case.tokens, case.tp)
     here, mine = layer.experts // case.tp, sizes[rank.rank]
     dtype = getattr(torch, case.dtype)
@@ -335,7 +333,7 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
         return run if overlapped else one_by_one
 
     def arrived(x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, offsets) of this rank's experts, by the engine that `auto` takes."""
+        """(rows, offsets) of this rank's experts, by the engine that `auto` chooses."""
         rows, offsets, _ = fusedtp.moe_dispatch(x, ids, weights, layer.experts, rank.group, sizes=sizes, max_rows=room)
         return rows.detach().requires_grad_(), offsets
 
@@ -355,7 +353,7 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
         ways.add(by_hand, None, "a virtual world has no process group")
     for engine in rank.plan.engines:
         if engine in ("triton-copy", "multimem") or (engine == "chunked" and rank.device.type == "cuda"):
-            continue  # of a gather, of an all-reduce; of a CPU alone
+            continue  # triton-copy: gathers only; multimem: all-reduces only; chunked: CPU only
         if engine == "triton" and rank.device.type == "cpu":
             ways.add("fusedtp triton", None, INTERPRETED)
             continue
@@ -367,7 +365,7 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
     some = slice(0, min(SAMPLED[rank.device.type], mine))
     x, ids, weights = (t.detach()[some].cpu() for t in sets[0])
     want = reference(x, ids, weights, lambda e: [weight(e, which) for which in range(3)])
-    # Two matmuls and their product round, then each choice and their sum; fp32 sums have as many terms as a row.
+    # Two matmuls and their product round, then each choice and the sum; fp32 sums have as many terms as a row.
     allowed = (4 + layer.top_k) * errors.unit(dtype) + 2 * max(layer.dim, layer.hidden) * errors.unit(torch.float32)
     allowed *= max(1.0, float(want.abs().max())) if len(want) else 1.0
     found: dict[str, dict[str, Any]] = {}
@@ -380,14 +378,14 @@ def measure_moe(rank: Rank, case: Case) -> list[Row]:
             "error": errors.Error(*rank.worst(off, off / allowed)),
             "peak_bytes": errors.peak_bytes(rank, ways.timed[name]),
         }
-    # Of all ranks, forward and both gradients of three matmuls.
+    # All ranks: forward and both gradients of three matmuls.
     flops = 3 * 6.0 * case.tokens * layer.top_k * layer.dim * layer.hidden
     return with_gain(ways.rows(found, flops=flops, roof=rank.roofs[case.dtype]))
 
 
 def rows_of_one_rank(rank: Rank, every: Sequence[Tensor], here: int) -> int:
-    """The most rows that any rank gets by any of these choices. As `max_rows` it lets a GPU hold the buffers of all
-    ranks of a virtual world, which the worst case, that one rank gets all rows, does not.
+    """The most rows that any rank receives with any of these choices. As `max_rows`, it keeps the buffers of all ranks
+    of a virtual world small enough for one GPU; buffers for the worst case (one rank gets all rows) would not fit.
     """
     assert rank.comm is not None
     owners = [torch.bincount((ids // here).flatten(), minlength=rank.world_size) for ids in every]
@@ -395,13 +393,13 @@ def rows_of_one_rank(rank: Rank, every: Sequence[Tensor], here: int) -> int:
 
 
 def with_gain(rows: list[Row]) -> list[Row]:
-    """The same, the time of each engine's layer one by one entered in the row of its layer with overlap."""
+    """Adds the time of each engine's layer without overlap (`t_apart`) to the row of its layer with overlap."""
     apart = {row.engine: row.seconds.median for row in rows if row.seconds is not None}
     return [replace(row, t_apart=apart.get(row.engine + ONE_BY_ONE)) for row in rows]
 
 
 class _Alone:
-    """The experts' matmuls, forward and backward, of rows that the first call brings: more than any cache holds."""
+    """The experts' matmuls, forward and backward. The first call brings the rows, which exceed any cache."""
 
     def __init__(self, own: list[Tensor], bring: Callable[[], tuple[Tensor, Tensor]]) -> None:
         self.own, self.bring = own, bring
@@ -428,7 +426,7 @@ Linear = Callable[[Tensor, Tensor], Tensor]  # x [T, K], weight [N, K] -> [T, N]
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows for each rank in turn -> rows of each rank in turn; backward the other way."""
+    """Rows sorted by destination rank -> rows sorted by source rank; backward the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
@@ -446,7 +444,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """x[order]; backward by the inverse, where indexing would add up rows in a buffer of zeros."""
+    """x[order]; backward indexes with the inverse, while plain indexing would accumulate into a buffer of zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -459,17 +457,17 @@ class _Permute(torch.autograd.Function):
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
-    """As fusedtp's layers have it."""
+    """The linear of fusedtp's layers."""
     return linears(x, [w], [None])[0]
 
 
 def layer_by_hand(
     x: Tensor, ids: Tensor, weights: Tensor, own: Sequence[Tensor], group: Any, by: Linear = linear
 ) -> Tensor:
-    """A layer of experts as it is written without a library: sort, all_to_all_single, a matmul an expert, and back.
+    """A MoE layer written without a library: sort, all_to_all_single, a matmul per expert, and back.
 
-    Its matmuls are those of fusedtp's single-device layers, unless it is given others: what is compared is how rows
-    travel and are put in order.
+    By default it uses the matmuls of fusedtp's single-device layers, so that the comparison covers the exchange and the
+    sorting.
 
     x [T_r, H], ids and weights [T_r, k], gate and up [E_r, F, H] and down [E_r, H, F] of this rank -> [T_r, H]
     """
@@ -477,7 +475,7 @@ def layer_by_hand(
     order = ids.flatten().argsort(stable=True)
     counts = torch.bincount(ids.flatten(), minlength=world * here)
     theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=group)  # [W, E_r]: of each source for each expert here
+    dist.all_to_all_single(theirs, counts, group=group)  # [W, E_r]: by source and local expert
     sent = counts.view(world, here).sum(1).tolist()
     received = theirs.view(world, here).sum(1).tolist()
     arrived = _AllToAll.apply(x[order // k], sent, received, group)
@@ -491,7 +489,7 @@ def layer_by_hand(
 
 
 def _inverse(order: Tensor) -> Tensor:
-    """Of a permutation."""
+    """The inverse of a permutation."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order))
     return inverse
@@ -502,7 +500,7 @@ def _expert(by: Linear, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Te
 
 
 def reference(x: Tensor, ids: Tensor, weights: Tensor, expert: Callable[[int], Sequence[Tensor]]) -> Tensor:
-    """The same in fp64 for a few tokens x [n, H], expert by expert; expert(e) is its gate, up and down."""
+    """The layer in fp64 for a few tokens x [n, H], expert by expert; expert(e) returns its gate, up and down."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for e in ids.unique().tolist():
         gate, up, down = (w.cpu().double() for w in expert(e))

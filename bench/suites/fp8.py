@@ -1,13 +1,14 @@
-"""The suite of fp8: a layer's matmul, and quantization, on one device.
+"""The fp8 suite: a layer's matmul, and quantization, on one device.
 
-    op=linear     y = x @ w.T, x [T, K] and w [N, K] as one rank of `--tp` has them. "fp8" is our kernel (on a CPU, the
-                  numbers widened), of operands in fp8; "quantized here" makes both first and multiplies by whom a
-                  layer multiplies: a forward of fusedtp.nn.FP8Linear
-    op=quantize   x [T, K] -> fp8 with a scale of each row: bytes are x read once, and fp8 written once. "torch" is the
-                  formula, which runs on a CPU and where Triton does not compile
+    op=linear     y = x @ w.T, with x [T, K] and w [N, K] of one rank of `--tp`. "fp8" is our kernel on fp8 operands (on
+                  a CPU, they are widened); "quantized here" first quantizes both, then multiplies as a layer does: a
+                  forward of fusedtp.nn.FP8Linear
+    op=quantize   x [T, K] -> fp8 with a scale per row; counts x read once and fp8 written once. "torch" is the formula,
+                  which runs on a CPU and where Triton does not compile
 
-Operands are numbers that fp8 holds, so that all ways compute the same product; an fp8 sum may lose 17 of 2**13 of its
-terms' magnitudes more, see tests/gpu/test_fp8.py. The roof of a product is twice that of 16 bits on a GPU.
+Operands are exactly representable in fp8, so that all ways compute the same product. An fp8 sum may lose 17 / 2**13 of
+the magnitude of its terms in addition, see tests/gpu/test_fp8.py. On a GPU, the roof of an fp8 matmul is twice that of
+16 bits.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from ..ways import Ways
 from .local import matmul_cases
 
 SUITE = "fp8"
-DTYPES = ("bfloat16", "float32")  # that FP8Linear takes
+DTYPES = ("bfloat16", "float32")  # supported by FP8Linear
 LOST = 17 * 2.0**-13
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # x, w; x in fp8, its scale, w in fp8, its scale
 
 
 def cases(plan: Plan, tp: int) -> list[Case]:
-    """The matmul suite's layers; a quantization of each width that is gathered or multiplied."""
+    """The layers of the matmul suite, and a quantization of each width that is gathered or multiplied."""
     found = []
     for case in matmul_cases(plan, tp):
         if case.dtype in DTYPES:
@@ -49,14 +50,14 @@ def cases(plan: Plan, tp: int) -> list[Case]:
 
 
 def made(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers of x's dtype that fp8 holds, as fp8, with their scales; contiguous, as torch's product wants them."""
+    """(x rounded to fp8 in its own dtype, the fp8 values, their scales); contiguous, as torch's matmul requires."""
     values, scale = fp8.quantize(x)
     return fp8.dequantize(values, scale, x.dtype), values.contiguous(), scale.contiguous()
 
 
 @torch.no_grad()
 def measure(rank: Rank, case: Case) -> list[Row]:
-    """Rows of one case."""
+    """Result rows of one case."""
     linear, on_cpu = case.operation == "linear", rank.device.type == "cpu"
 
     def operands(seed: int) -> Operands:
@@ -88,17 +89,17 @@ def measure(rank: Rank, case: Case) -> list[Row]:
 
 
 def product(x: Tensor, x8: Tensor, x_scale: Tensor, w8: Tensor, w_scale: Tensor) -> Tensor:
-    """Of fp8, rounded to x's dtype."""
+    """The fp8 matmul that a layer uses, rounded to x's dtype."""
     return fp8.product(x8, x_scale, w8, w_scale, None, x.dtype)
 
 
 def kernel(x: Tensor, x8: Tensor, x_scale: Tensor, w8: Tensor, w_scale: Tensor) -> Tensor:
-    """The same by our kernel."""
+    """The same with our kernel."""
     return launch.scaled_matmul(x8, w8, x_scale, w_scale, None, x.dtype)
 
 
 def torchs(x: Tensor, w: Tensor, x8: Tensor, x_scale: Tensor, w8: Tensor, w_scale: Tensor) -> Tensor:
-    """The vendor's, with scales of rows."""
+    """The vendor's fp8 matmul, with scales of rows."""
     return fp8.vendors_product(x8, x_scale, w8, w_scale, x.dtype)
 
 
@@ -108,7 +109,7 @@ def by_formula(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def error(case: Case, got: Any, operands: Operands) -> errors.Error:
-    """Of sampled rows; a quantization of what fp8 holds loses nothing."""
+    """The error at sampled rows. Quantizing numbers that are representable in fp8 must be exact."""
     x, w = operands[:2]
     if case.operation == "quantize":
         values, scale = got

@@ -1,14 +1,14 @@
 """A suite for every operation that declares an example: the fused operation against what it replaces.
 
-From the declaration (fusedtp/ops/operation.py, Example) follow the layers it runs on, its operands, the matmul alone,
-the communication alone, both after each other, the call of each engine, the bytes and flops, and a reference for the
-error. Only what others offer stands here by name: torch's own fusion, and the kernel with all its data there
-(arrived.py). That one has a GPU of its own, which of a virtual world only the first rank has, while the others are
-idle. There "matmul alone" takes the whole GPU for each rank in turn, and fused kernels a part of it each; so another
-row has the plain kernel in these parts, side by side.
+The declaration (fusedtp/ops/operation.py, Example) provides the layers, the operands, the matmul alone, the
+communication alone, both one after the other, the call of each engine, bytes and FLOPs, and a reference for the error.
+Only two baselines are named here: torch's own fusion, and the kernel with all its data already there (arrived.py). The
+latter needs a whole GPU: in a virtual world only the first rank runs it, while the others are idle. In a virtual world
+"matmul alone" uses the whole GPU for each rank in turn, but each fused kernel only a part of it. So another row
+measures the plain kernels side by side, each on its part.
 
-Everything is sampled in one interleaved run, and each fused row carries the times of the two parts, from which its
-share of hidden communication follows.
+Everything is sampled in one interleaved run. Each fused row stores the times of the two parts, which give its share of
+hidden communication.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TORCHS = {  # operation -> (torch.ops.symm_mem, group) -> a function of both ope
 
 
 def suite_of(operation: str) -> str:
-    """Its name on the command line."""
+    """The suite's name on the command line."""
     return operation.replace("_", "-")
 
 
@@ -59,16 +59,16 @@ SUITES = {suite_of(name): name for name, operation in OPERATIONS.items() if oper
 
 
 def cases(suite: str, plan: Plan, tp: int) -> list[Case]:
-    """The layers of its kind. Raises ValueError for tokens that do not split evenly, if they must."""
+    """Cases on all matching layers. Raises ValueError for tokens that do not split evenly, if required."""
     found = layer_cases(plan, tp, SUITES[suite])
     return found if found and found[0].example.moves == "all_reduce" else even(found, suite)
 
 
 class Parts:
-    """An operation on one case and rank, taken apart; every function takes both operands.
+    """The parts of an operation on one case and rank; every function takes both operands.
 
-    alone     our own copies over the workspace
-    local     the matmul, and its activation
+    alone     our own copies through the workspace
+    local     the matmul with its activation
     """
 
     def __init__(self, rank: Rank, case: Case) -> None:
@@ -96,7 +96,7 @@ class Parts:
             total, terms, parts = (comm.all_reduce(t) for t in (part.y, part.terms, part.y.abs()))
             self.want = errors.Reference(total, terms, parts)
         mine = (self.sampled >= rank.rank * self.own) & (self.sampled < (rank.rank + 1) * self.own)
-        # Rows of the result that this rank has, and their places in it.
+        # Sampled rows of the result on this rank, and their places in it.
         self.here = mine if example.moves == "scatter" else torch.ones_like(mine)
         self.places = self.sampled[self.here] - (rank.rank * self.own if example.moves == "scatter" else 0)
 
@@ -112,7 +112,7 @@ class Parts:
         return self.finish(matmul(*self.factors(x if self.full is None else self.full, w)))
 
     def side_by_side(self, x: Tensor, w: Tensor) -> Tensor:
-        """`local` by the plain kernel, on this rank's part of a GPU."""
+        """`local` with the plain kernel, on this rank's part of a GPU."""
         comm = self.rank.comm
         assert comm is not None
         a, b = self.factors(x if self.full is None else self.full, w)
@@ -122,7 +122,7 @@ class Parts:
         return self.finish(y)
 
     def by_hand(self, hand: Any) -> tuple[Function, Function]:
-        """(communication alone, both after each other) by the group's collectives."""
+        """(communication alone, communication and matmul one after the other), by the group's collectives."""
         if self.gathers:
             whole = lambda x, w: self.finish(matmul(*self.factors(hand.gather(x), w)))  # noqa: E731
             return lambda x, w: hand.gather(x), whole
@@ -130,8 +130,8 @@ class Parts:
         return lambda x, w: move(self.partial), lambda x, w: move(matmul(*self.factors(x, w)))
 
     def error(self, y: Tensor, is_ours: bool) -> Error:
-        """Of the result of the first operands, on all ranks. Collective."""
-        # Ours sums in fp32; a collective may round after each addition, in its own order.
+        """The error of the result of the first operands, over all ranks. Collective."""
+        # Ours sums in fp32; a collective may round after each addition, in any order.
         roundings, ranks = (1, 1) if self.gathers else (1 if is_ours else self.case.tp, self.case.tp)
         want = self._here(self.want)
         found = errors.compare(y[self.places.to(y.device)], want, self.terms, ranks, roundings)
@@ -144,7 +144,7 @@ class Parts:
         return errors.Reference(y, terms, parts)
 
     def there(self) -> tuple[Pair, LocalError]:
-        """The fused kernel with all data there and the plain one, and the error of what both return."""
+        """The fused kernel with all data there and the plain one, and a function for the error of their results."""
         x, w = self.first
         number = self.rank.rank
         if self.gathers:
@@ -166,7 +166,7 @@ class Parts:
 
 @torch.no_grad()
 def measure(rank: Rank, case: Case) -> list[Row]:
-    """All ways of one case, interleaved. Collective."""
+    """Result rows of one case: all ways, interleaved. Collective."""
     parts, ways = Parts(rank, case), Ways(rank, suite_of(case.operation), case)
     collective = rivals.collective_name(rank.device)
     collective_alone, both = f"communication alone: {collective}", f"{collective} + matmul"
@@ -215,7 +215,7 @@ def measure(rank: Rank, case: Case) -> list[Row]:
     for name, spread in spreads.items():
         figures: dict[str, Any] = {}
         if name in (OURS_ALONE, collective_alone):
-            # Each byte that a rank receives is read once and written once, as the roof's copy does.
+            # Each byte that a rank receives is read once and written once, as in the roof's copy.
             figures |= dict(moved_bytes=2 * case.moved, roof=rank.roofs["copy"])
         else:
             one = rank.world == "virtual" and name in (ARRIVED, PLAIN)
@@ -230,4 +230,4 @@ def measure(rank: Rank, case: Case) -> list[Row]:
 
 
 def _nothing(*_: Any) -> Any:
-    """What a rank does while another one has the GPU."""
+    """The work of a rank while another one uses the GPU."""

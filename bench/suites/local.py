@@ -1,11 +1,11 @@
-"""Suites of one device: the plain matmul, and the operations that move every byte once.
+"""Single-device suites: the plain matmul, and the memory-bound operations.
 
-    matmul      the plain Triton matmul, which the fused kernels add communication to, against the vendor's
-    pointwise   RMSNorm (alone and with the residual sum before it), SwiGLU and rotary embedding, forward and backward
+    matmul      the plain Triton matmul, to which the fused kernels add communication, against the vendor's
+    pointwise   RMSNorm (alone and after a residual sum), SwiGLU and rotary embedding, forward and backward
 
-Bytes of `pointwise` are those that must move: each input read once and each output written once, forward; backward
-reads the gradient of the output and what the forward kept, and writes the gradients. The roof is a copy's bytes read
-and written.
+Bytes of `pointwise` are the minimum: the forward reads each input once and writes each output once; the backward reads
+the gradient of the output and the saved tensors, and writes the gradients. The roof counts a copy's bytes read and
+written.
 
     rms_norm        fwd x -> y                 bwd dy, x -> dx
     add_rms_norm    fwd x, residual -> y, h    bwd dy, dh, h -> dx
@@ -40,7 +40,7 @@ from ..ways import INTERPRETED, Ways
 
 EPS = 1e-5
 Outputs = tuple[Tensor, ...]
-OPERATIONS = {  # tensors of a token's width that move: forward, backward
+OPERATIONS = {  # tensors of full width read or written: forward, backward
     "rms_norm": (2, 3),
     "add_rms_norm": (4, 4),
     "swiglu": (3, 5),
@@ -52,7 +52,7 @@ OPERATIONS = {  # tensors of a token's width that move: forward, backward
 
 
 def matmul_cases(plan: Plan, tp: int) -> list[Case]:
-    """All layers of the shapes as one rank of `tp` has them, and squares; small before large."""
+    """All layers of the shapes on one rank of `tp`, and squares; small sizes first."""
     found = []
     for tokens in sorted(plan.tokens):
         for model in plan.shapes:
@@ -65,7 +65,7 @@ def matmul_cases(plan: Plan, tp: int) -> list[Case]:
 
 @torch.no_grad()
 def measure_matmul(rank: Rank, case: Case) -> list[Row]:
-    """Rows of one case."""
+    """Result rows of one case."""
 
     def operands(seed: int) -> tuple[Tensor, ...]:
         x = rank.randn(case.tokens, case.k, dtype=case.dtype, seed=2 * seed)
@@ -96,7 +96,7 @@ def measure_matmul(rank: Rank, case: Case) -> list[Row]:
 
 
 def pointwise_cases(plan: Plan, tp: int) -> list[Case]:
-    """Every operation on every model; swiglu has a rank's part of the intermediate size, rope of the heads."""
+    """Every operation on every model; swiglu has a rank's part of the intermediate size, rope a rank's heads."""
     models: list[Model] = [MODELS[name] for name in plan.shapes if name in MODELS]
     return [
         pointwise_case(operation, model, tokens, tp, dtype, backward)
@@ -109,7 +109,7 @@ def pointwise_cases(plan: Plan, tp: int) -> list[Case]:
 
 
 def pointwise_case(operation: str, model: Model, tokens: int, tp: int, dtype: str, backward: bool) -> Case:
-    """k: elements of a token, of one input; model: the model, query heads and kv heads of a rank."""
+    """k: elements per token of one input; model: (head_dim, query heads, kv heads) of a rank."""
     queries, keys = model.heads // tp, max(1, model.kv_heads // tp)
     widths = {"swiglu": model.intermediate // tp, "rope": (queries + keys) * model.head_dim}
     width, direction = widths.get(operation, model.hidden), "fwd+bwd" if backward else "fwd"
@@ -119,13 +119,13 @@ def pointwise_case(operation: str, model: Model, tokens: int, tp: int, dtype: st
 
 
 def moved(case: Case) -> float:
-    """Bytes read and written."""
+    """Bytes read and written by the case."""
     forward, backward = OPERATIONS[case.operation]
     return float((forward + backward * case.backward) * case.tokens * case.k * case.itemsize)
 
 
 def operands(rank: Rank, case: Case, seed: int) -> Outputs:
-    """What the functions below take; those that need gradients say so where the case has a backward."""
+    """Operands of the functions below; inputs require gradients if the case has a backward."""
 
     def draw(which: int, *shape: int) -> Tensor:
         t = rank.randn(*shape, dtype=case.dtype, seed=4 * seed + which)
@@ -162,7 +162,7 @@ TORCH: dict[str, Callable[..., Outputs]] = {
 
 
 def _ours_add(x: Tensor, residual: Tensor, weight: Tensor) -> Outputs:
-    """fusedtp.nn.norm.add_norm without a module."""
+    """fusedtp.nn.norm.add_norm as a function."""
     if pointwise.serves(x, residual, weight):
         return pointwise.add_rms_norm(x, residual, weight, EPS)
     h = residual + x
@@ -178,12 +178,12 @@ OURS: dict[str, Callable[..., Outputs]] = {
 
 
 def liger(operation: str, device: torch.device) -> rivals.Found:
-    """The same of Liger-Kernel. Where it is too old to have the residual sum before its norm, that is torch's."""
+    """Liger-Kernel's version. If it is too old for a fused residual sum, torch adds the residual."""
     if operation == "rope":
         function, why = rivals.liger("rope", "LigerRopeFunction", device)
 
         def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Outputs:
-            # Tables of whole heads [1, S, D], heads before tokens: as transformers' models hold them.
+            # Liger-Kernel has the layout of transformers' models: tables of whole heads [1, S, D], heads before tokens.
             wide = [torch.cat([t, t], -1)[:, :, 0] for t in (cos, sin)]
             turned: Outputs = function.apply(q.transpose(1, 2), k.transpose(1, 2), *wide)
             return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
@@ -215,13 +215,13 @@ def liger(operation: str, device: torch.device) -> rivals.Found:
 
 
 def measure_pointwise(rank: Rank, case: Case) -> list[Row]:
-    """Rows of one case."""
+    """Result rows of one case."""
     ways, plain = Ways(rank, "pointwise", case), TORCH[case.operation]
     ways.add("torch", plain)
     ways.add("fusedtp", OURS[case.operation])
     ways.add("torch.compile", *rivals.compiled(plain, rank.device, rank.plan.compile))
     ways.add("Liger-Kernel", *liger(case.operation, rank.device))
-    # Liger-Kernel writes gradients over its inputs: it gets its own.
+    # Liger-Kernel overwrites its inputs with gradients, so it gets separate inputs.
     inputs: dict[str, list[tuple[Any, ...]]] = {
         name: rank.copies(lambda seed: operands(rank, case, seed))
         for name in ("", "Liger-Kernel")
@@ -250,21 +250,21 @@ def _both(fn: Callable[..., Outputs]) -> Callable[..., object]:
 
 
 def error(case: Case, fn: Callable[..., Outputs], tensors: Outputs) -> errors.Error:
-    """Of the forward, at sampled tokens, against the formula in fp64 on the same inputs."""
+    """The error of the forward at sampled tokens, against the formula in fp64 on the same inputs."""
     tokens = errors.sampled(case.tokens).to(tensors[0].device)
     dim = 1 if case.operation == "rope" else 0
     with torch.no_grad():
-        # First the reference: a kernel may compute in place.
+        # The reference comes first: a kernel may compute in place.
         some = [t.detach().index_select(dim, tokens).double() if t.dim() > 1 else t.detach().double() for t in tensors]
         if case.operation == "add_rms_norm":
-            # The sum is rounded to the dtype before it is normalised, as torch's is.
+            # The sum is rounded to the dtype before it is normalized, as in torch.
             h = (tensors[0].detach() + tensors[1].detach()).index_select(0, tokens).double()
             want: Outputs = (*TORCH["rms_norm"](h, some[2]), h)
         else:
             want = TORCH[case.operation](*some)
-    with torch.set_grad_enabled(case.backward):  # as it was compiled
+    with torch.set_grad_enabled(case.backward):  # as when it was compiled
         got = [y.detach().index_select(dim, tokens) for y in fn(*tensors)]
-    # On a CPU silu(gate) is rounded before it meets up.
+    # On a CPU, silu(gate) is rounded before it is multiplied by up.
     roundings = 2 if case.operation == "swiglu" and tokens.device.type == "cpu" else 1
     found = [
         errors.elementwise(y, exact, _magnitude(case, some, exact), case.k + 16, roundings)
@@ -274,7 +274,7 @@ def error(case: Case, fn: Callable[..., Outputs], tensors: Outputs) -> errors.Er
 
 
 def _magnitude(case: Case, inputs: list[Tensor], exact: Tensor) -> Tensor:
-    """What roundings are relative to: the result itself, but for a rotation's sums of two products, its inputs."""
+    """The magnitude that rounding errors scale with: the result; for rope, sums of two products, the inputs."""
     if case.operation != "rope":
         return exact.abs()
     most = max(float(t.abs().max()) for t in inputs[:2])

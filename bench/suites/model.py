@@ -1,13 +1,13 @@
 """Suites of a model's parts: its output head with the loss, and a Transformer block, forward and backward.
 
-linear-cross-entropy   without [T, V] logits; speed and peak memory. Flops are those of three matmuls of T x K x V, of
-                       all ranks: logits, dx, dw
+linear-cross-entropy   computed without [T, V] logits; speed and peak memory. Counts the FLOPs of three matmuls of
+                       T x K x V, over all ranks: logits, dx, dw
 
-    one rank        x [T, K], w [V, K]: against torch with all logits, compiled and not, and Liger-Kernel
-    several ranks   x [T_r, K], w [V_r, K], V split over ranks as torch.chunk does: against all logits [T, V_r] made
-                    by the group's collectives and torch's operations, see `Unfused`
+    one rank        x [T, K], w [V, K]: against torch with all logits, compiled and eager, and Liger-Kernel
+    several ranks   x [T_r, K], w [V_r, K], V split over ranks as by torch.chunk: against all logits [T, V_r] computed
+                    with the group's collectives and torch's operations, see `Unfused`
 
-block                  against the same block of plain torch, and its parallel form. Flops are those of the matmuls,
+block                  against the same block in plain torch, and its parallel form. Counts the FLOPs of the matmuls,
                        three times the forward's, and of causal attention's two products
 
     one rank        fusedtp's block against plain torch's modules, eager and compiled
@@ -54,14 +54,14 @@ def loss_cases(plan: Plan, tp: int) -> list[Case]:
 
 
 def plain(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
-    """All logits, then the loss."""
+    """The loss from all logits."""
     return F.cross_entropy((x @ w.t()).float(), labels)
 
 
 class Unfused(Function):
     """x [T_r, K], w [V_r, K], labels [T] -> the mean loss, by collectives and torch's operations one after another.
 
-    forward    x of all ranks; all logits; their maximum, and then sums of exponentials and labels' logits, over ranks
+    forward    gather x; all logits; over ranks their maximum, then the sums of exponentials and of the labels' logits
     backward   softmax - onehot in the dtype; dw; dx, summed over ranks
     Source: Shoeybi et al. 2019, section 3.
     """
@@ -93,7 +93,7 @@ class Unfused(Function):
 
 
 def exact(rank: Rank, rows: Rows, start: int, x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
-    """In fp64, some rows at a time. Collective."""
+    """The loss in fp64, in blocks of rows. Collective."""
     comm, weight = rank.comm, w.detach().double()
     full = x.detach() if comm is None else gather_rows(comm, x.detach(), rows)
     total = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -110,7 +110,7 @@ def exact(rank: Rank, rows: Rows, start: int, x: Tensor, w: Tensor, labels: Tens
 
 
 def measure_loss(rank: Rank, case: Case) -> list[Row]:
-    """Rows of one case: rows of x over all ranks; each has a part of the model's vocabulary. Collective."""
+    """Result rows of one case. The rows of x and the vocabulary are split over ranks. Collective."""
     k, v = case.model.hidden, case.model.vocab
     rows, vocab = Rows(split(case.tokens, rank.world_size)), split(v, rank.world_size)
     start, mine = sum(vocab[: rank.rank]), vocab[rank.rank]
@@ -139,11 +139,11 @@ def measure_loss(rank: Rank, case: Case) -> list[Row]:
     sets = rank.copies(operands)
     want = exact(rank, rows, start, *sets[0])
     ways.prepare(sets, lambda _, fn: _gradients(fn))
-    # A logit, a sum of K products of size K^-1/2 each, is rounded once; the loss is at most as far off as logits.
+    # A logit is a sum of K products of size K^-1/2 each, rounded once; the error of the loss is at most a logit's.
     allowed = 4 * (errors.unit(sets[0][0].dtype) + (k + v) * errors.unit(torch.float32))
     found: dict[str, dict[str, Any]] = {}
     for name, fn in ways.functions.items():
-        # With gradients, as it was compiled.
+        # With gradients enabled, as when it was compiled.
         off = float((fn(*sets[0]).detach().double() - want).abs())
         error = errors.Error(*rank.worst(off, off / (allowed * max(1.0, float(want)))))
         found[name] = {"error": error, "peak_bytes": errors.peak_bytes(rank, ways.timed[name])}
@@ -159,7 +159,7 @@ def _unfused(hand: Any, start: int) -> Callable[..., Tensor]:
 
 
 def liger(device: torch.device) -> rivals.Found:
-    """Liger-Kernel's, with its defaults."""
+    """Liger-Kernel's loss with its defaults."""
     function, why = rivals.liger("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", device)
     if function is None:
         return None, why
@@ -200,9 +200,9 @@ def block_flops(case: Case) -> float:
 
 
 class PlainBlock(nn.Module):
-    """The same block of torch's own modules and functions, with the weights of fusedtp's, cast at use as there.
+    """The same block from torch's own modules and functions, with fusedtp's weights, also cast at use.
 
-    tokens    of all sequences, of which there are `batch`, of one length
+    tokens    total of `batch` sequences of equal length
     repeats   kv heads are repeated instead of grouped: attention in fp32 then needs no [T, T] scores on a GPU
     """
 
@@ -260,12 +260,12 @@ class PlainBlock(nn.Module):
 
 
 def measure_block(rank: Rank, case: Case) -> list[Row]:
-    """Rows of one case. Collective."""
+    """Result rows of one case. Collective."""
     sizes = split(case.tokens, rank.world_size)
     layout = TokenLayout(1, case.tokens, sizes if rank.world_size > 1 else (), rank.rank)
 
     def operands(seed: int) -> tuple[Tensor, ...]:
-        # The same tokens on every rank; each takes its part.
+        # All ranks draw the same tokens; each takes its part.
         generator = torch.Generator(rank.device).manual_seed(seed)
         x = torch.randn(case.tokens, case.model.hidden, generator=generator, device=rank.device)
         return (layout.take(x).to(getattr(torch, case.dtype)).requires_grad_(),)
@@ -281,7 +281,7 @@ def measure_block(rank: Rank, case: Case) -> list[Row]:
     else:
         for engine in rank.plan.engines:
             if engine in ("triton-copy", "multimem"):
-                continue  # of one operation, not of a layer; of a layer without sequence parallelism
+                continue  # triton-copy: one operation, not a layer; multimem: layers without sequence parallelism
             block = None
             if engine != "triton" or rank.device.type != "cpu":
                 block = parallelize(_block(case, case.dtype, rank.device), rank.mesh, engine=engine)
@@ -320,10 +320,10 @@ def _both(fn: Callable[..., Tensor], module: nn.Module) -> Callable[..., object]
 def _errors(
     rank: Rank, case: Case, functions: dict[str, Callable[..., Tensor]], x: Tensor, layout: TokenLayout
 ) -> dict[str, dict[str, errors.Error]]:
-    """Of the forward on rank 0's tokens, against the plain block in fp64 (on a GPU fp32 for 16 bits), relative to the
-    largest entry.
+    """The error of the forward on rank 0's tokens against the plain block in fp64 (on a GPU, fp32 for 16 bits),
+    relative to the largest entry.
 
-    Each of the block's 12 roundings to the dtype, and of its fp32 sums of up to `intermediate` terms, is allowed once.
+    Allows each of the block's 12 roundings to the dtype, and of its fp32 sums of up to `intermediate` terms, once.
     """
     model, wide = case.model, "float64"
     if rank.device.type == "cuda" and case.dtype != "float32":
@@ -341,7 +341,7 @@ def _errors(
             del exact, block, whole
     found: dict[str, dict[str, errors.Error]] = {}
     for name, fn in functions.items():
-        y = fn(x).detach()  # with gradients, as it was compiled
+        y = fn(x).detach()  # with gradients enabled, as when it was compiled
         off = 0.0 if want is None else float((y.to(want.dtype) - want).abs().max())
         found[name] = {"error": errors.Error(*rank.worst(off, off / allowed))}
     return found

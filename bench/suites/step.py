@@ -2,15 +2,15 @@
 
     forward, loss, backward, clipping, AdamW            parameters fp32, cast to the activations' dtype at use
 
-    torch                     the same model of torch's own modules and functions, with the same parameters
-    torch.compile             that one, compiled whole
+    torch                     the same model from torch's own modules and functions, with the same parameters
+    torch.compile             the same, compiled as a whole
     fusedtp                   fusedtp.nn
-    fusedtp, compiled blocks  the same as `fusedtp train --compile` runs it
+    fusedtp, compiled blocks  the same, as run by `fusedtp train --compile`
 
-A sample is a few steps back to back, as training has them, so that a host slower than the device counts. Flops are
-those of the matmuls, three times the forward's, and of causal attention's two products; no others. MFU (model flops
-utilization, Chowdhery et al. 2022, PaLM, appendix B) is their rate over the peak that the vendor names; `roof` is
-their rate over what a large matmul reached here.
+A sample is a few steps back to back, as in training, so host time counts if the host is slower than the device. Only
+the FLOPs of the matmuls, three times the forward's, and of causal attention's two products are counted. MFU (model
+flops utilization, Chowdhery et al. 2022, PaLM, appendix B) is their rate over the vendor's peak; `roof` is their rate
+over that of a large matmul on this machine.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from ..ways import Ways
 from .model import PlainBlock
 
 SUITE = "train-step"
-STEPS = 3  # of a sample
-# Dense 16-bit FLOP/s of the vendor's data sheets, by how torch names the GPU: H100 SXM, H200, A100 (all of them).
+STEPS = 3  # per sample
+# Dense 16-bit FLOP/s from the vendor's data sheets, by torch's name of the GPU: H100 SXM, H200, A100 (all models).
 PEAKS = {"H100 80GB HBM3": 989.4e12, "H200": 989.4e12, "A100": 312e12}
 Step = Callable[[Tensor, Tensor], Tensor]  # (ids, labels) [B, S] -> loss
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """As `fusedtp train` has them: --width, --mlp-width, --layers, --heads, --kv-heads, --batch, --length."""
+    """The options of `fusedtp train`: --width, --mlp-width, --layers, --heads, --kv-heads, --batch, --length."""
 
     width: int
     mlp_width: int
@@ -60,7 +60,7 @@ SMOKE_SIZES = (Sizes(64, 176, 2, 4, 2, 2, 32),)
 
 
 def cases(plan: Plan, tp: int) -> list[Case]:
-    """16-bit ones. On a CPU only as a trial: `make train` and the suite `train` measure there."""
+    """16-bit cases. On a CPU only with --smoke: `make train` and the suite `train` measure there."""
     if not plan.smoke and plan.device == "cpu":
         return []
     return [
@@ -82,7 +82,7 @@ def config_of(sizes: Sizes, dtype: str) -> ModelConfig:
 
 
 def flops_of(config: ModelConfig, batch: int, length: int) -> float:
-    """Of a step."""
+    """FLOPs of a step."""
     model = CausalLM(config, device="meta")
     weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
     queries = config.num_attention_heads * (config.head_dim or 0)
@@ -91,7 +91,7 @@ def flops_of(config: ModelConfig, batch: int, length: int) -> float:
 
 
 class PlainLM(nn.Module):
-    """A CausalLM's parameters in a model of torch's own modules and functions: ids, labels [B, S] -> loss."""
+    """A model from torch's own modules and functions with a CausalLM's parameters: ids, labels [B, S] -> loss."""
 
     def __init__(self, ours: CausalLM, config: ModelConfig, batch: int, length: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class PlainLM(nn.Module):
 
 
 def compiled_blocks(model: CausalLM) -> CausalLM:
-    """Its layers compiled, one by one, in place."""
+    """Compile the layers one by one, in place."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(model.layers))
     for block in model.layers:
         block.forward = torch.compile(block.forward)
@@ -123,21 +123,21 @@ def compiled_blocks(model: CausalLM) -> CausalLM:
 
 
 def sharing(ours: CausalLM) -> CausalLM:
-    """Another model of the same parameters."""
+    """Another model that shares the parameters."""
     model = CausalLM(ours.config, device="meta")
     model.load_state_dict(ours.state_dict(keep_vars=True), assign=True)
     return model
 
 
 def measure(rank: Rank, case: Case) -> list[Row]:
-    """Rows of a case."""
+    """Result rows of a case."""
     sizes: Sizes = case.model
     config = config_of(sizes, case.dtype)
     ours = CausalLM(config, device=rank.device)
     init_(ours, seed=0)
     plain = PlainLM(ours, config, sizes.batch, sizes.length)
     parameters = list(ours.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True)  # all ways meet the same parameters
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True)  # all ways use the same parameters
 
     def operands(seed: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(seed)
@@ -195,7 +195,7 @@ def loss_of(model: CausalLM) -> Step:
 
 
 def with_mfu(row: Row, device: torch.device) -> Row:
-    """Where the GPU's peak is known."""
+    """Adds MFU if the GPU's peak is known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     for kind, peak in PEAKS.items():
         if kind in name and row.rate is not None:
@@ -211,10 +211,10 @@ def gradients(loss: Any, parameters: list[nn.Parameter], ids: Tensor, labels: Te
 
 
 def off_by(want: tuple[Tensor, ...], got: tuple[Tensor, ...], config: ModelConfig) -> errors.Error:
-    """The relative error of the loss or of all gradients together, the larger one.
+    """The larger relative error: of the loss, or of all gradients together.
 
     A layer rounds to the dtype about 36 times, forward and backward. The roundings are independent and add up like a
-    random walk; twice its deviation is allowed.
+    random walk; twice its standard deviation is allowed.
     """
     off = float((want[0] - got[0]).abs() / want[0])
     square = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(want[1:], got[1:], strict=True))

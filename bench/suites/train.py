@@ -1,4 +1,4 @@
-"""The suite of the trainer, on CPU ranks. How it measures: bench/trainer.py, which needs all that the trainer needs."""
+"""The suite of the trainer, on CPU ranks. bench/trainer.py measures; it needs all dependencies of the trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMOKE_SCHEDULES = ("1f1b", "dualpipev")
 
 
 def cases(plan: Plan, ranks: int) -> list[Case]:
-    """Those of a world of so many ranks. On a GPU none: stages that sleep show nothing there."""
+    """Cases for a world of this many ranks. None on a GPU: sleeping stages are meaningless there."""
     if plan.device != "cpu" or plan.world != "processes":
         return []
     if plan.smoke and ranks > 2:
@@ -38,7 +38,7 @@ def cases(plan: Plan, ranks: int) -> list[Case]:
 
 
 def measure(rank: Rank, case: Case) -> list[Row]:
-    """Rows of a case. Collective."""
+    """Result rows of a case. Collective."""
     from ..trainer import PARTS
 
     return PARTS[case.operation](rank, case)

@@ -1,10 +1,10 @@
-"""`fusedtp check`: the library's kernels, and kernels of users, on simulated ranks and under the lint of compiled code.
+"""`fusedtp check`: runs the library's and users' kernels on simulated ranks, and lints their compiled code.
 
-    dense, experts   calls of the library's kernels with drawn operands and the results that must come out
-    cases            those calls in a row, as cases for fusedtp.sim
-    lint             the same kernels as launched on GPUs that are not here, for fusedtp.lint
+    dense, experts   calls of the library's kernels with random operands and the expected results
+    cases            sequences of these calls, as cases for fusedtp.sim
+    lint             the same kernels as launched on GPUs that need not be present, for fusedtp.lint
     workers          cases by name, and processes that run their schedules
     command          the command
 
-fusedtp.sim knows nothing of this; here is what it is given. See docs/checking-kernels.md.
+fusedtp.sim does not depend on this package. See docs/checking-kernels.md.
 """

@@ -1,12 +1,12 @@
-"""The library's fused kernels as cases of the simulator: several calls on one workspace, small tiles, exact numbers.
+"""The library's fused kernels as simulator cases: several calls on one workspace, small tiles, exact numbers.
 
-A call is an operation with its shapes. Rotation of the slots and the epochs break only from the third call on, so the
-cases make three, of different shapes, ragged and empty shards among them.
+A call is an operation with its shapes. Faults in slot rotation and epochs show only from the third call on, so the
+cases make three calls, of different shapes, including ragged and empty shards.
 
-    fused_cases     every kernel, those that operations declare and those of experts
-    meeting_case    calls of engines that the host sequences, between two meetings of all ranks
-    turns_case      exchanges of experts one after another; a fast rank may be a call ahead
-    replayed_case   a captured graph, eager calls between
+    fused_cases     every kernel: those that operations declare and the MoE kernels
+    meeting_case    calls of engines that the host sequences, each between two meetings of all ranks
+    turns_case      MoE exchanges one after another; a fast rank may be one call ahead
+    replayed_case   a captured graph with eager calls between replays
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from .dense import (
 from .experts import ROUTINGS, Routed
 
 Given = Operands | Routed
-COLUMNS = 4  # of what meetings gather
-FLAGS = 64  # of a source
+COLUMNS = 4  # of the tensor that meetings gather
+FLAGS = 64  # per source
 FP8_SINCE = 89  # sm_89 multiplies e4m3
-EXCHANGED = (  # what a replay of an exchange reads anew
+EXCHANGED = (  # arguments that a replay of an exchange reads again
     "x", "y", "x2", "w", "w2", "weights", "orders", "in_sources", "index", "begins", "places", "sources", "blocks",
     "arrivals", "origins", "offsets", "totals", "choices", "to", "at",
 )  # fmt: skip
@@ -53,12 +53,12 @@ EXCHANGED = (  # what a replay of an exchange reads anew
 
 
 def slot_bytes(call: Call) -> int:
-    """What the call needs in a slot."""
+    """Bytes that the call needs in a slot."""
     return dense.slot_bytes(call) if call.operation in DECLARED else experts.slot_bytes(call)
 
 
 def operands(call: Call, seed: int) -> Given:
-    """Drawn from `seed`, with the single-device formula's results."""
+    """Random operands from `seed`, with the results of the single-device formula."""
     return dense.operands(call, seed) if call.operation in DECLARED else experts.routed(call, seed)
 
 
@@ -100,15 +100,16 @@ def fused_case(
     number: int = 0,
     by_switch: bool = False,
 ) -> Case:
-    """A case of these calls, one after another on one workspace, planned for `machine`, after `number` others.
+    """A case of these calls, one after another on one workspace, planned for `machine`.
 
+    number      calls made before the case
     by_switch   slots have a multicast address, see SimulatedWorld
     """
     w = len(calls[0].sizes)
     given = [operands(call, seed + i) for i, call in enumerate(calls)]
 
     def make() -> Run:
-        flags = max(2 * _chunks(call) for call in calls)  # of partials and of sums
+        flags = max(2 * _chunks(call) for call in calls)  # for partial sums and for results
         world = SimulatedWorld(w, max(slot_bytes(call) for call in calls), flags, machine, number, by_switch)
         work: list[list[Work]] = [[] for _ in range(w)]
         outs: list[tuple[Given, list[dict[str, Tensor]]]] = []
@@ -127,7 +128,7 @@ def _chunks(call: Call) -> int:
 def checker(
     outs: Sequence[tuple[Given, list[dict[str, Tensor]]]],
 ) -> Callable[[], list[Mismatch]]:
-    """What compares every call's outputs with what must come out."""
+    """A check that compares every call's outputs with the expected ones."""
 
     def check() -> list[Mismatch]:
         found: list[Mismatch] = []
@@ -140,20 +141,20 @@ def checker(
 
 
 def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32, machine: Machine = GPU) -> list[Case]:
-    """Every fused kernel, three calls each: even, ragged with an empty shard, few rows; and all of them in a row.
+    """Every fused kernel, three calls each: even, ragged with an empty shard, few rows; and "mixed", all kernels.
 
-    The even ones are of 16 bits, what no peer writes goes by TMA, and a reduce-scatter adds two products. Those that
-    multiply fp8 quantize it, on machines that do.
+    The even calls are 16-bit, use TMA for operands that no peer writes, and their reduce-scatter adds two products.
+    Kernels with fp8 matmuls quantize to fp8, on machines that support it.
     """
     w = world_size
-    ragged = tuple(0 if r == 1 else 9 + 5 * r % 7 for r in range(w))  # uneven, the second rank without any
+    ragged = tuple(0 if r == 1 else 9 + 5 * r % 7 for r in range(w))  # uneven; the second rank has none
     shapes = [(16,) * w, ragged, split(w + 1, w)]
 
     def calls(operation: str, **options: Any) -> list[Call]:
         ks = (16, 20, 5)
         made = [Call(operation, sizes, k=k, dtype=dtype, **options) for sizes, k in zip(shapes, ks, strict=True)]
         first = replace(made[0], dtype=torch.float16 if dtype == torch.float32 else dtype, tma=True)
-        if machine.capability >= 90:  # wgmma takes 64 rows
+        if machine.capability >= 90:  # wgmma requires 64 rows
             first = replace(first, tile=64, block_k=32, k=80 if in_fp8(operation) else 72)
         return [first, *made[1:]]
 
@@ -176,14 +177,14 @@ def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32, machine
     for name in (
         "matmul_reduce_scatter",
         "two_shot_all_reduce",
-    ):  # several chunks of each owner in a round, or none
+    ):  # several chunks per owner in a round, or none
         cases[name][1] = replace(cases[name][1], programs=(2, 2 * w - 1), widths=(33,))
     reduced = cases["multimem_all_reduce"]
-    reduced[1] = replace(reduced[1], programs=(1, 1), widths=(33,))  # sums and copies among the products
+    reduced[1] = replace(reduced[1], programs=(1, 1), widths=(33,))  # sums and copies between the matmuls
     if machine.capability >= 90:
         gathered = cases["all_gather_matmul"]
         gathered.append(replace(gathered[0], widths=(16, 8), transposed=True))
-    for name in experts.OPERATIONS:  # several senders, who share a flag
+    for name in experts.OPERATIONS:  # several senders that share a flag
         plain, two, few = cases[name]
         cases[name] = [plain, replace(two, keep=name != "moe_combine", programs=(2, 2)), few]
     cases["mixed"] = [each[i % 3] for i, each in enumerate(cases.values())]
@@ -195,9 +196,9 @@ def fused_cases(world_size: int = 4, dtype: torch.dtype = torch.float32, machine
 
 
 def compiled_cases(world_size: int, target: str) -> list[Case]:
-    """Every fused kernel as it is launched on a GPU of this kind: pipelined, and with what the target brings.
+    """Every fused kernel as launched on this target: pipelined, with the target's features.
 
-    On sm_90 the 16-bit calls have tiles that wgmma takes, and TMA; the others are by pointers and mma.sync.
+    On sm_90 the 16-bit calls use tiles for wgmma, and TMA; the others use pointers and mma.sync.
     """
     machine = gpu(target)
     fused = fused_cases(world_size, machine=machine)
@@ -212,12 +213,12 @@ def meeting_case(world_size: int, *, seed: int = 0, machine: Machine = GPU) -> C
 
         stream of a rank     copy x to the own slot | meet | copy peers' slots out | meet
 
-    Fused kernels run between such calls, since all of them share slots, flags and the epoch. The host's count of calls
-    chooses the slot for copies, the device's epoch for kernels, and the two drift apart; so after a fused kernel all
-    ranks meet before they copy (Note [After a fused kernel] in comm/workspace.py).
+    Both kinds of calls may alternate, and they share slots, flags and the epoch. Copies choose the slot by the host's
+    count of calls, kernels by the device's epoch, and the two drift apart. So after a fused kernel all ranks meet
+    before they copy (Note [After a fused kernel] in comm/workspace.py).
 
-    The first has no columns, so that a rank leaves it before its peers' rows have landed in the slot that is copied to
-    next.
+    The first fused gather has no columns, so a rank leaves it before its peers' rows have landed in the slot that is
+    copied to next.
     """
     w = world_size
     ragged = tuple(0 if r == 1 else 2 + r % 2 for r in range(w))
@@ -264,7 +265,7 @@ def meeting_case(world_size: int, *, seed: int = 0, machine: Machine = GPU) -> C
 def _gather(
     world: SimulatedWorld, work: list[list[Work]], shards: list[Tensor], number: int, opening: bool
 ) -> list[Tensor]:
-    """Append to every rank's work a gather of its shard; return where the gathered rows will be."""
+    """Append a gather of its shard to every rank's work; return the outputs."""
     outs = []
     slots = [
         world.data.tensors[p][number & 1, : 4 * shard.numel()].view(torch.float32) for p, shard in enumerate(shards)
@@ -284,7 +285,7 @@ def _gather(
 
 
 def turns(world_size: int) -> list[Call]:
-    """Six calls: each time another rank has no tokens; all go to the first rank's experts, the last one's, or none."""
+    """Six calls; in each, another rank has no tokens. Some route all tokens to the first or last experts or to none."""
     w = world_size
     sizes = [tuple(0 if r == i % w else 3 + (r + i) % 3 for r in range(w)) for i in range(1, 6)]
     return [
@@ -298,11 +299,11 @@ def turns(world_size: int) -> list[Call]:
 
 
 def turns_case(world_size: int, machine: Machine = GPU) -> Case:
-    """Those calls on one workspace.
+    """The calls of `turns` on one workspace.
 
-    What a slot holds changes from call to call: own tokens, which peers read, or rows that peers push, of many ranks,
-    of one, of none; ranks without tokens and experts without rows. Every rank must still hear of every other in every
-    call, see Note [Two rotating buffers] in kernels/signals.py.
+    The contents of a slot change from call to call: own tokens that peers read, or rows pushed by many peers, by one,
+    or by none; some ranks have no tokens and some experts no rows. Every rank must still receive a signal from every
+    other rank in every call, see Note [Two rotating buffers] in kernels/signals.py.
     """
     return fused_case("moe_turns", turns(world_size), seed=11, machine=machine)
 
@@ -314,16 +315,15 @@ def replayed_case(
     captured: Sequence[Call], eager: Sequence[Call | None], *, counted: bool = True, seed: int = 0,
     machine: Machine = GPU,
 ) -> Case:  # fmt: skip
-    """A graph of the calls `captured`, replayed once for each entry of `eager`, which then runs if it is a call.
+    """A graph of the calls `captured`, replayed once for each entry of `eager`; the entry then runs if it is a call.
 
         stream of a rank     new inputs | the graph's launches | results kept | eager call | new inputs | the same ...
 
-    Nothing that the host knows changes from replay to replay; the number of a call lives on the device and is counted
-    there. So an odd number of calls, captured or eager, moves the slots on as it should. What an exchange of a mixture
-    of experts sends where is on the device too, and another with every replay: of the host's are the tokens and the
-    room.
+    All host state is the same in every replay; the number of a call is counted on the device. So an odd number of
+    calls, captured or eager, rotates the slots correctly. The routing of a MoE exchange is also on the device and
+    changes with every replay; only the number of tokens and the capacity are known to the host.
 
-    counted: False leaves the epoch where the first replay has put it, as a graph does to which its number is baked in.
+    counted: False resets the epoch to that of the first replay, like a graph with a call number baked in.
     """
     w = len(captured[0].sizes)
     every = [*captured, *(call for call in eager if call is not None)]
@@ -345,7 +345,7 @@ def replayed_case(
                 for rank, (planned, outs) in enumerate(made):
                     work[rank] += _refreshed(captured[i], planned, inputs, world, rank)
                     work[rank] += [Copy(out, torch.full_like(out, torch.nan)) for out in outs.values() if out.numel()]
-                    if not counted:  # the number of the first replay, as if a graph had kept it
+                    if not counted:  # the number of the first replay, as if baked into the graph
                         work[rank].append(Copy(world.epochs.tensors[rank][:1], torch.full((1,), 1 + i).int()))
                     work[rank].append(launched(planned))
                     kept.append({name: out.clone() for name, out in outs.items()})
@@ -360,7 +360,7 @@ def replayed_case(
 
 
 def _refreshed(call: Call, made: Planned, inputs: Given, world: SimulatedWorld, rank: int) -> Iterator[Work]:
-    """Copies of new inputs to where the captured launch finds its own."""
+    """Copies of new inputs to the tensors of the captured launch."""
     if isinstance(inputs, Routed):
         other, _outs = plan(call, inputs, world, rank, 0)
         pairs = [(made.args[name], other.args[name]) for name in EXCHANGED if name in made.args]
@@ -372,7 +372,7 @@ def _refreshed(call: Call, made: Planned, inputs: Given, world: SimulatedWorld, 
 
 
 def _operands(args: dict[str, Any], inputs: Operands, rank: int) -> list[tuple[Any, Any]]:
-    """Of a fused matmul: where its launch has each operand, and the new one."""
+    """For a fused matmul: pairs of a tensor of its launch and the new operand."""
     new = (inputs.x[rank], *inputs.others[rank], *inputs.biases[rank])
     if "xs" in args:
         held = (*args["xs"], *args["ws"], args["bias"])
@@ -382,7 +382,7 @@ def _operands(args: dict[str, Any], inputs: Operands, rank: int) -> list[tuple[A
 
 
 def graph_cases(world_size: int) -> list[Case]:
-    """One captured call and three, an eager call between some replays; ragged rows, one rank without any."""
+    """Graphs of one call and of three, with eager calls between some replays; ragged rows, one rank has none."""
     w = world_size
     ragged = tuple(0 if r == 1 else 3 + r % 2 for r in range(w))
     gather = Call("all_gather_matmul", ragged, (5,), k=4, chunk=2, keep=True)
@@ -395,7 +395,7 @@ def graph_cases(world_size: int) -> list[Case]:
 
 
 def exchange_cases(world_size: int) -> list[Case]:
-    """Captured exchanges, alone, in pairs, with matmuls; other tokens in each replay, one rank without any."""
+    """Captured exchanges, alone, in pairs, with matmuls; new routing in each replay; one rank has no tokens."""
     ragged = tuple(0 if r == 1 else 3 + r % 2 for r in range(world_size))
     dispatch = Call("moe_dispatch", ragged, k=5, chunk=2)
     combine = Call("moe_combine", ragged, (5,), chunk=2)

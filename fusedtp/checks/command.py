@@ -1,12 +1,12 @@
-"""`fusedtp check`: run kernels on simulated ranks under many schedules, report the first fault of each.
+"""`fusedtp check`: runs kernels on simulated ranks under many schedules and reports the first fault of each.
 
 Exit codes, the first that applies:
 
     1   a fault was found, or the lint found something
-    3   a case of the user's, or its reference, raised; or a worker died
+    3   a user's case, or its reference, raised; or a worker died
     2   something cannot be checked: an option, a case, an opcode, a kernel that does not compile; or no schedule of a
         case ended in time
-    0   all was checked and nothing found
+    0   everything was checked and nothing found
 """
 
 from __future__ import annotations
@@ -62,57 +62,56 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 
-PART = 25  # schedules that a worker takes at once, at most
+PART = 25  # at most so many schedules per task of a worker
 SCHEDULES = 200
 EXHAUST_LIMIT = 10_000
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """Find races, deadlocks and wrong results of multi-rank Triton kernels, on simulated ranks."""
+    """Find races, deadlocks and wrong results of multi-rank Triton kernels on simulated ranks."""
 
     cases: tyro.conf.Positional[tuple[str, ...]] = ()
-    """The library's kernels by name, or files: ring.py::exchange is one case, ring.py all that it defines. Default:
-    every fused kernel of the library."""
+    """The library's kernels by name, or files: ring.py::exchange is one case, ring.py is all cases that it defines.
+    Default: every fused kernel of the library."""
     module: tuple[str, ...] = ()
-    """Cases of modules: PKG.MODULE:case is one, PKG.MODULE all that it defines."""
+    """Cases of modules: PKG.MODULE:case is one case, PKG.MODULE is all cases that it defines."""
     world_size: tuple[int, ...] = ()
-    """Ranks; several numbers check each. Default: 4, or what the case itself says."""
+    """Number of ranks; if several are given, each is checked. Default: 4, or the case's own number."""
     schedules: int | None = None
-    """Schedules of each case. Default: 200, or as many as fit where --seconds is given."""
+    """Schedules per case. Default: 200, or as many as fit if --seconds is given."""
     seconds: float | None = None
-    """Stop each case after so long, in the middle of a schedule too. A found fault is then made smaller, for as long
-    again at most."""
+    """Time limit per case, enforced inside a schedule too. Shrinking a fault may take as long again."""
     seed: int = 0
-    """Seed of the first schedule; the next ones count up."""
+    """Seed of the first schedule; each next schedule adds 1."""
     strategies: tuple[str, ...] = DEFAULT
-    """Who runs next, in turn."""
+    """Strategies that choose the next program, used in turn."""
     resident: Annotated[tuple[str, ...], tyro.conf.arg(metavar="{all,varying,N}...")] = ()
-    """Programs of a rank that are alive at once, in turn. Default: all 1 varying 2."""
+    """Programs of a rank that may be alive at once, used in turn. Default: all 1 varying 2."""
     target: tuple[str, ...] = (TARGET,)
-    """GPUs whose code Triton compiles and this runs, without having them: sm_80, sm_90. Each takes the same time, so
-    one is the default; the other's code has other instructions for copies and products."""
+    """Targets to compile for and run, without such a GPU: sm_80, sm_90. Each target takes the same time, so only one is
+    the default; the code for the other has different instructions for copies and matmuls."""
     weak: Literal["no", "yes", "both"] = "both"
-    """Whether other programs see late all that PTX lets them see late; both: in three schedules of four."""
+    """Whether effects become visible to other programs as late as PTX allows; both: in three of four schedules."""
     fine: bool = False
-    """Run a warp at a time, in random order, in every schedule. Default: in one of three."""
+    """Run one warp at a time, in random order, in every schedule. Default: in one of three schedules."""
     exhaust: int | None = None
-    """Instead: every schedule with at most so many switches away from a program that could go on. For small cases."""
+    """Instead, run every schedule with at most this many preemptions of runnable programs. For small cases."""
     waive: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
-    """Go past the finding of this name, as hardware would, and see what lies behind it. A report gives the name. May
-    be repeated."""
+    """Continue past the finding of this name, as hardware would, to see later ones. Reports show the name. May be
+    repeated."""
     workers: int | None = None
-    """Processes. Default: one a core."""
+    """Number of processes. Default: one per core."""
     lint: bool = True
-    """Compile the kernels for several kinds of GPU, without having them, and check what running them cannot show:
-    registers, occupancy, widths of moves, pipelines. Default: only where no case is named."""
+    """Compile the kernels for several GPUs, which need not be present, and check what running them cannot show:
+    registers, occupancy, vector widths, pipelines. Default: only if no case is named."""
     timeline: Path | None = None
-    """Write an HTML timeline of the fault, or of one schedule where there is none."""
+    """Write an HTML timeline of the fault, or of one schedule if there is none."""
     json: bool = False
-    """Print the results as one JSON document, in place of the table and the reports."""
+    """Print the results as one JSON document instead of the table and the reports."""
 
     def faults(self) -> list[str]:
-        """What is wrong with the options themselves."""
+        """Errors in the options themselves."""
         found = [f"--strategies {name!r} must be one of {', '.join(DEFAULT)}" for name in self.strategies
                  if name not in STRATEGIES or name == "replay"]  # fmt: skip
         for word in self.resident:
@@ -141,7 +140,7 @@ class CheckOptions:
         return found
 
     def names(self) -> tuple[str, ...]:
-        """Of all that is asked for; the empty one stands for all of the library's own."""
+        """Names of all requested cases; "" refers to all fused kernels of the library."""
         modules = [name if ":" in name else f"{name}:" for name in self.module]
         return (*self.cases, *modules) or ("",)
 
@@ -149,7 +148,7 @@ class CheckOptions:
         return tuple(resident_of(word) for word in self.resident) or None
 
     def chosen(self, target: str = TARGET) -> Iterator[Schedule]:
-        """The schedules of a case, without end."""
+        """An endless iterator over the schedules of a case."""
         for schedule in schedules(
             1 << 40, self.strategies, first_seed=self.seed, residents=self.residents(), target=target
         ):
@@ -157,7 +156,7 @@ class CheckOptions:
             yield replace(schedule, fine=self.fine or schedule.fine, weak=weak, waive=self.waive)
 
     def limit(self) -> int | None:
-        """How many schedules a case gets; None: as many as time allows."""
+        """Number of schedules per case; None: as many as time allows."""
         return SCHEDULES if self.schedules is None and self.seconds is None else self.schedules
 
 
@@ -191,7 +190,7 @@ def _refuse(wrong: Sequence[str]) -> int:
 
 
 def check(options: CheckOptions, workers: Pool) -> list[Result]:
-    """Check every case that the options name, and print the table and the reports, unless they go to JSON."""
+    """Check every case that the options name, and print the table and the reports, except with --json."""
     asked = [
         (name, world_size, target)
         for target in options.target
@@ -229,7 +228,7 @@ def _called(workers: Pool, function: Callable[..., Any], name: str, asked: int |
 
 
 def _report(results: Sequence[Result], options: CheckOptions) -> None:
-    """The table, and a paragraph on each case that did not end well. Where nothing ran, the errors alone."""
+    """Print the table, and a paragraph for each case that failed. If nothing ran, print only the errors."""
     if not any(result.schedules or result.part.ends for result in results):
         for result in results:
             if result.found.raised:
@@ -266,7 +265,7 @@ def _heading(found: Found) -> str:
 
 
 def _waived(results: Sequence[Result], options: CheckOptions) -> Iterator[str]:
-    """How often each waived finding was met, in which cases."""
+    """How often each waived finding occurred, and in which cases."""
     for name in dict.fromkeys(options.waive):
         met = [f"{count} times in {_heading(r.found)}" for r in results if (count := r.waived.get(name))]
         yield f"waived: {name}, met {', '.join(met)}" if met else f"never met, maybe stale: --waive {name!r}"
@@ -277,7 +276,7 @@ def _console() -> Console:
 
 
 def _lint(found: Sequence[Found], options: CheckOptions, findings: list[str]) -> int:
-    """Its exit code; adds what it found."""
+    """Run the lint and append its findings; returns its exit code."""
     with _progress("compilations") as progress:
         task = progress.add_task("compiling for GPUs", total=None)
         try:
@@ -295,13 +294,13 @@ def _lint(found: Sequence[Found], options: CheckOptions, findings: list[str]) ->
 
 
 def _print(words: Sequence[Any]) -> None:
-    """Tables, and lines that are printed as they are."""
+    """Print tables with markup, and strings as they are."""
     for part in words:
         _console().print(part, markup=not isinstance(part, str), highlight=False, soft_wrap=isinstance(part, str))
 
 
 def _words(result: Result, options: CheckOptions, width: int) -> str:
-    """The report of a fault; of an exception of the user's code its own traceback; why nothing was checked."""
+    """The report of a fault, the traceback of the user's exception, or the reason why nothing was checked."""
     found, part = result.found, result.part
     if found.refused or part.refused:
         return f"cannot be checked: {found.refused or part.refused}"
@@ -329,7 +328,7 @@ def _progress(counted: str = "schedules") -> Progress:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """A row a case."""
+    """A table with one row per case."""
     made = Table()
     made.add_column("case", overflow="fold")
     for name in ("ranks", "schedules", "switches", "schedules/s"):
@@ -343,7 +342,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def run_case(found: Found, options: CheckOptions, workers: Pool, advance: Callable[[int], None]) -> Result:
-    """All schedules of a case, a part to each worker, until the earliest part that ends it is known."""
+    """Run all schedules of a case in parts on the workers, until the earliest part that ends it is known."""
     begin = time.monotonic()
     if options.exhaust is not None:
         parts = _exhaustive(options)
@@ -383,7 +382,7 @@ def run_case(found: Found, options: CheckOptions, workers: Pool, advance: Callab
 
 
 def _ending(done: dict[int, Part]) -> list[Part]:
-    """Earliest first, so that what is reported does not depend on which worker was quicker."""
+    """Parts that end the case, earliest first, so that the report does not depend on the speed of workers."""
     return [part for _, part in sorted(done.items()) if part.ends]
 
 
@@ -394,7 +393,7 @@ def _parts(options: CheckOptions, workers: int, target: str) -> Iterator[tuple[A
         share = size if limit is None else min(size, -(-(limit - given) // workers))
         yield run_part, tuple(itertools.islice(chosen, share))
         given += share
-        size = min(2 * size, PART)  # the first ones are short: most faults show at once
+        size = min(2 * size, PART)  # start small: most faults show at once
 
 
 def _exhaustive(options: CheckOptions) -> Iterator[tuple[Any, ...]]:
@@ -428,10 +427,10 @@ def _write_timeline(options: CheckOptions, workers: Pool, result: Result) -> Non
 
 
 def lint(found: Sequence[Found], compiled: Callable[[], None]) -> tuple[bool, list[Any]]:
-    """Compile the kernels of these cases for every target: whether nothing is wrong, and what to print.
+    """Compile and lint the kernels of these cases for every target; returns whether all passed, and the output.
 
     compiled   called after each compilation
-    Raises UserError for a kernel that the compiler refuses.
+    Raises UserError if the compiler refuses a kernel.
     """
     from fusedtp.lint import TARGETS, CompileCase, CompileError, check_cases, table
 
@@ -452,13 +451,13 @@ def lint(found: Sequence[Found], compiled: Callable[[], None]) -> tuple[bool, li
         reports += check_cases(cases, done=done) if cases else []
     except CompileError as error:
         raise UserError(f"{error}\n") from None
-    reports = list(dict.fromkeys(reports))  # ranks and calls whose arguments specialise otherwise to the same code
+    reports = list(dict.fromkeys(reports))  # different specializations may compile to the same code
     words = _by_finding(reports)
     return not words, [table(reports), *words]
 
 
 def _by_finding(reports: Sequence[Report]) -> list[str]:
-    """Each finding once, with the targets that have it."""
+    """Each finding once, with its targets."""
     targets: dict[tuple[str, str], dict[str, None]] = {}
     for each in reports:
         for finding in each.findings:

@@ -1,9 +1,9 @@
 """Calls of fused matmuls on simulated ranks: the group's memory, operands of small integers, launches, copies.
 
-All that is known of an operation here is what its file declares: its kernels (ops.operation.FusedKernel) and its
+An operation is known here only by the declarations in its file: its kernels (ops.operation.FusedKernel) and its
 `reference`. Sums of the operands are exact in fp32, so results must equal the reference bit for bit.
 
-A gather whose rows travel by copies is issued as its rank's host does, see Note [Copies beside a kernel]:
+A gather that sends rows by copies is issued as the host does, see Note [Copies beside a kernel]:
 
     stream 0      event 0 | the kernel, without senders             | event 1 awaited
     stream copy                event 0 awaited | rows | flags | rows | ... | event 1
@@ -30,7 +30,7 @@ from fusedtp.ops.rows import Rows
 from fusedtp.sim.case import Await, Copy, Launch, Signal, Work
 from fusedtp.sim.memory import Memory, symmetric
 
-GPU = Machine("cuda", 3, 160 * 1024, capability=90)  # of three SMs
+GPU = Machine("cuda", 3, 160 * 1024, capability=90)  # three SMs
 TILE = 16
 STREAM = "copy"
 DECLARED: dict[str, tuple[Operation, FusedKernel]] = {
@@ -39,7 +39,7 @@ DECLARED: dict[str, tuple[Operation, FusedKernel]] = {
 
 
 def gpu(target: str) -> Machine:
-    """One of this kind, with as many SMs."""
+    """A machine of this target with as many SMs."""
     return replace(GPU, capability=int(target.removeprefix("sm_")))
 
 
@@ -49,10 +49,10 @@ def gpu(target: str) -> Machine:
 class SimulatedWorld:
     """A workspace of W ranks: two rotating slots (poisoned), flags, arrivals, epochs.
 
-    slot_bytes         of one slot; every rank's data region holds two
-    flags_per_source   chunks that one source can announce
-    machine            for which launches are planned
-    number             of calls that were made before
+    slot_bytes         size of one slot; every rank's data region holds two
+    flags_per_source   number of chunks that one source can signal
+    machine            machine for which launches are planned
+    number             number of calls made before
     by_switch          slots have a multicast address: only compiled code has multimem
     """
 
@@ -85,7 +85,7 @@ class SimulatedWorld:
         return self.data, self.flags, self.arrivals, self.epochs, self.failures, self.statuses
 
     def view(self, rank: int) -> DeviceView:
-        """The rank's view, as launchers take it. Its waits never time out: the simulator finds deadlocks itself."""
+        """The rank's view for launchers. Its waits never time out: the simulator finds deadlocks itself."""
         return DeviceView(
             data_ptrs=self.data.pointers,
             flag_ptrs=self.flags.pointers,
@@ -100,7 +100,7 @@ class SimulatedWorld:
         )
 
     def recorded(self) -> list[str]:
-        """What each rank's kernels wrote down of a wait that failed, in words."""
+        """Describes the failed waits that the kernels of each rank recorded."""
         from fusedtp.kernels.signals import OTHER_SIGNATURE, TIMED_OUT
 
         meant = {TIMED_OUT.value: "a wait timed out", OTHER_SIGNATURE.value: "a peer is in another call"}
@@ -114,12 +114,12 @@ class SimulatedWorld:
 
 
 def launched(planned: Planned) -> Launch:
-    """A call as its rank's stream runs it."""
+    """The launch of a call on its rank's stream."""
     return Launch(planned.kernel, planned.programs, planned.args, options=planned.options)
 
 
 def meeting(world: SimulatedWorld, rank: int, signature: int) -> Launch:
-    """A meeting of all ranks as `rank`'s stream runs it."""
+    """The launch of a meeting of all ranks on `rank`'s stream."""
     from fusedtp.kernels.meet import meet_kernel
 
     clock = world.machine.clock
@@ -131,7 +131,7 @@ def meeting(world: SimulatedWorld, rank: int, signature: int) -> Launch:
 
 
 def in_fp8(operation: str) -> bool:
-    """Whether its kernel multiplies fp8."""
+    """Whether the operation's kernel multiplies fp8."""
     return operation in DECLARED and DECLARED[operation][1].in_fp8
 
 
@@ -140,18 +140,18 @@ class Call:
     """One call of a fused kernel.
 
     operation  name of its cases: FusedKernel.name, or one of experts.OPERATIONS
-    sizes      rows of every rank, per batch entry (for an all-reduce only their sum counts)
-    widths     N of each weight (a sum over ranks takes the first)
-    k          columns of x; where they are this rank's own, rank r has k + r, or with tma k + 8 r (in fp8 16 r)
-    chunk      rows (gather) or tiles (reduction) that one flag covers
+    sizes      rows of every rank, per batch entry (for an all-reduce only their sum matters)
+    widths     N of each weight (a sum over ranks uses the first)
+    k          columns of x; if K is sharded, rank r has k + r, or with tma k + 8 r (in fp8 16 r)
+    chunk      rows (gather) or tiles (reduction) per flag
     programs   (senders, others)
-    tile       rows and columns of one, which has more rows where it must have all
-    block_k    columns of x that a step of a product takes; in fp8 at least 32
-    copied     ranks whose rows travel by copies beside the kernel, of a gather
-    products   of parts of K, that a reduce-scatter adds
-    transposed whether weights lie as [K, N], as they do in a gradient
-    tma        what no peer writes goes by TMA where it can: of operands whose rows are multiples of 16 bytes long
-    routing    of an exchange's tokens, one of experts.ROUTINGS
+    tile       rows and columns of a tile; it has more rows if one tile must hold all rows
+    block_k    columns of x per step of a matmul; in fp8 at least 32
+    copied     for a gather: ranks that send their rows by copies beside the kernel
+    products   number of parts of K whose products a reduce-scatter adds
+    transposed whether weights are stored as [K, N], as in a gradient
+    tma        use TMA for operands that no peer writes, if their rows are multiples of 16 bytes long
+    routing    routing of an exchange's tokens, one of experts.ROUTINGS
     """
 
     operation: str
@@ -173,7 +173,7 @@ class Call:
     routing: str = "any"
 
     def k_of(self, rank: int) -> int:
-        """Columns of x of a rank that has its own."""
+        """Columns of x on a rank if K is sharded."""
         step = 16 if in_fp8(self.operation) else 8
         return self.k + rank * (step if self.tma else 1)
 
@@ -182,7 +182,7 @@ class Call:
         return Rows(self.sizes, self.batch)
 
     def config(self, machine: Machine) -> Config:
-        """Three stages: what the software pipeliner does shall show."""
+        """The configuration; three stages, to exercise the software pipeliner."""
         senders, others = self.programs
         one_tile = self.operation in DECLARED and DECLARED[self.operation][1].one_tile
         return Config(
@@ -199,7 +199,7 @@ class Call:
 
 @dataclass
 class Operands:
-    """A call's inputs by rank and the outputs that must come out. others: weights, or dys for a weight gradient."""
+    """A call's inputs by rank and the expected outputs. others: weights, or dys for a weight gradient."""
 
     x: list[Tensor]
     others: list[list[Tensor]]
@@ -208,15 +208,15 @@ class Operands:
 
 
 def slot_bytes(call: Call) -> int:
-    """What the call needs in a slot."""
+    """Bytes that the call needs in a slot."""
     operation, kernel = DECLARED[call.operation]
     needed = kernel.slot_bytes or operation.slot_bytes["triton"]
-    width = call.k if kernel.gathers else call.widths[0]  # of what travels
+    width = call.k if kernel.gathers else call.widths[0]  # of the rows that are sent
     return needed(call.rows, Shared(call.dtype, width))
 
 
 def operands(call: Call, seed: int) -> Operands:
-    """Drawn from `seed`, with the reference's results."""
+    """Random operands from `seed`, with the results of the reference."""
     operation, kernel = DECLARED[call.operation]
     generator = torch.Generator().manual_seed(seed)
     w, rows = len(call.sizes), call.rows
@@ -278,7 +278,7 @@ def plan(
 def beside_copies(
     planned: Planned, world: SimulatedWorld, rank: int, rows: Rows, number: int, pieces: int = 3
 ) -> list[Work]:
-    """The work of one call on `rank`. number: of this call, as the host counts."""
+    """The work of one call on `rank`. number: the host's number of this call."""
     forked, done = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
     x, chunk = planned.args["x"], planned.args["chunk_rows"]
     work: list[Work] = [Signal(forked, 1), Await(forked, 1, STREAM)]
@@ -292,7 +292,7 @@ def beside_copies(
 
 
 def place_of(world: SimulatedWorld, part: Part, x: Tensor, begin: int, number: int) -> Tensor:
-    """Where a part's rows belong in its peer's slot: those of the shard that begins at row `begin` of [T, K]."""
+    """The place of a part's rows in its peer's slot. begin: first row of the shard in [T, K]."""
     row = x.shape[1] * x.element_size()
     slot = world.data.tensors[part.peer][number & 1]
     return slot[(begin + part.first) * row : (begin + part.last) * row].view(x.dtype)

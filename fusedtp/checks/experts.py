@@ -1,11 +1,13 @@
-"""Dispatch and combine of a mixture of experts as calls of the fused cases: routing drawn, results by the definition.
+"""MoE dispatch and combine as calls of the fused cases: random routing, results computed from the definition.
 
-A call's `sizes` are the ranks' tokens, `k` (of a dispatch) or the first width (of a combine) what a row has. With a
-matmul in the same kernel rows of `k` become rows of the first width, by the experts' [width, k]. Every rank owns
-EXPERTS of them, tokens choose TOP_K, and a sixth of the choices are dropped. What no rank receives stays NaN. Of a
-dispatch with its matmul `keep` means a gated one; its two products are compared, which are not rounded. Of a
-matmul with its combine it means the sum of two products, of the rows and of the rows plus one, without weights. Of a
-dispatch it means a row for each choice, as factors of its rows travel, in place of one a token.
+A call's `sizes` are the tokens of each rank. A row has `k` elements in a dispatch, the first width in a combine. A
+fused matmul maps rows of `k` to rows of the first width with the experts' [width, k] matrices. Every rank owns EXPERTS
+experts, a token chooses TOP_K, and a sixth of the choices are dropped. Rows that no rank writes stay NaN. The meaning
+of `keep` depends on the operation:
+
+    moe_dispatch          x has one row per choice instead of one per token, as for the scale factors of rows
+    moe_dispatch_matmul   gated; its two products, which are not rounded, are compared
+    moe_matmul_combine    the sum of two products, of the rows and of the rows plus one, without routing weights
 """
 
 from __future__ import annotations
@@ -31,27 +33,27 @@ from .dense import Call
 
 OPERATIONS = ("moe_dispatch", "moe_combine", "moe_dispatch_matmul", "moe_matmul_combine")
 EXPERTS, TOP_K = 2, 2
-ROUTINGS = ("any", "first", "last", "none")  # which experts tokens choose; of "none" every choice is dropped
+ROUTINGS = ("any", "first", "last", "none")  # the experts that tokens choose; "none": every choice is dropped
 
 
 def exchange_of(call: Call, rank: int = 0) -> Exchange:
-    """What all ranks of the call share."""
+    """The exchange of the call, as seen by a rank."""
     at = Exchange("", rank, call.sizes, EXPERTS * len(call.sizes), TOP_K, 0, "triton")
     return at._replace(max_rows=at.max_recv_rows)
 
 
 def row_width(call: Call) -> int:
-    """Elements of a row that travels."""
+    """Elements of a row that is sent."""
     return call.k if call.operation.startswith("moe_dispatch") else call.widths[0]
 
 
 def choices_per_row(call: Call) -> int:
-    """Of a dispatch: choices for which one row of x stands."""
+    """For a dispatch: number of choices that share one row of x."""
     return 1 if call.operation == "moe_dispatch" and call.keep else TOP_K
 
 
 def slot_bytes(call: Call) -> int:
-    """What the call needs in a slot."""
+    """Bytes that the call needs in a slot."""
     at = exchange_of(call)
     if call.operation == "moe_dispatch":
         return dispatch_bytes(at, choices_per_row(call), row_width(call), call.dtype)
@@ -62,10 +64,10 @@ def slot_bytes(call: Call) -> int:
 
 @dataclass
 class Routed:
-    """A call's inputs by rank, and the outputs that must come out.
+    """A call's inputs by rank, and the expected outputs.
 
     table     [W, E], of all ranks
-    experts   of a matmul: [E / W, N, K] of every rank, one or, of a gated one, gate and up
+    experts   for a matmul: [E / W, N, K] of every rank; one matrix, or gate and up if gated
     """
 
     x: list[Tensor]
@@ -78,7 +80,7 @@ class Routed:
 
 
 def routed(call: Call, seed: int) -> Routed:
-    """Drawn from `seed`. Integers and powers of two: nothing rounds."""
+    """Random inputs from `seed`. Integers and powers of two, so all results are exact."""
     generator = torch.Generator().manual_seed(seed)
     world, experts = len(call.sizes), EXPERTS * len(call.sizes)
     tokens = sum(call.sizes)
@@ -95,7 +97,7 @@ def routed(call: Call, seed: int) -> Routed:
     of = [_rows(x.view(tokens, of_token, width), ids, each) for each in at]
     given = list(x.split([size * of_token for size in call.sizes]))
     wanted = {"rows": of}
-    if call.operation == "moe_combine":  # every expert multiplies by its number, so that each choice counts
+    if call.operation == "moe_combine":  # expert i multiplies by i + 1, so that each choice matters
         factors = torch.where(ids >= 0, ids + 1.0, 0.0) * weights
         given = [_times(rows, ids, each) for rows, each in zip(of, at, strict=True)]
         wanted = {"y": list((x * factors.sum(1, keepdim=True)).to(call.dtype).split(list(call.sizes)))}
@@ -115,12 +117,12 @@ def routed(call: Call, seed: int) -> Routed:
 
 
 def gated(call: Call) -> bool:
-    """Whether two matrices an expert make a gated MLP's first half."""
+    """Whether each expert has two matrices, the first half of a gated MLP."""
     return call.operation == "moe_dispatch_matmul" and call.keep
 
 
 def _chosen(scores: Tensor, routing: str) -> Tensor:
-    """scores [T, E] -> ids [T, TOP_K]; all choose the same where routing says so, and other experts get no row."""
+    """scores [T, E] -> ids [T, TOP_K]. "first", "last": all tokens choose the same experts; others get no rows."""
     if routing == "any":
         return scores.argsort(1)[:, :TOP_K]
     first = {"first": 0, "last": scores.shape[1] - TOP_K, "none": 0}[routing]
@@ -129,14 +131,14 @@ def _chosen(scores: Tensor, routing: str) -> Tensor:
 
 
 def _mine(ids: Tensor, at: Exchange) -> list[tuple[int, int, int]]:
-    """(expert, token, which of its choices) of every row of this rank's experts, in their order."""
+    """(expert, token, choice) of every row of this rank's experts, in order."""
     first, chosen = at.rank * at.experts_here, list(enumerate(ids.tolist()))
     here = range(first, first + at.experts_here)
     return [(e, t, own.index(e)) for e in here for t, own in chosen if e in own]
 
 
 def _rows(x: Tensor, ids: Tensor, at: Exchange) -> Tensor:
-    """x [T, rows a token, K] -> [max_rows, K], NaN past the last row."""
+    """x [T, rows per token, K] -> [max_rows, K], NaN past the last row."""
     rows = x.new_full((at.max_rows, x.shape[2]), torch.nan)
     for row, (_expert, token, choice) in enumerate(_mine(ids, at)):
         rows[row] = x[token, choice % x.shape[1]]

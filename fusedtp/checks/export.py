@@ -1,14 +1,14 @@
 """The results of `fusedtp check` as one JSON document, for scripts and CI.
 
 {"exit_code": 1, "lint": [...], "cases": [{
-    "case", "world_size", "target"      what was checked, and the target whose compiled code ran
+    "case", "world_size", "target"      the case, its number of ranks, and the target of the compiled code
     "verdict"                           "ok", "refused", "out of time", "not all" (by --exhaust), "raised" (by the
                                         case), or the fault's rule
-    "schedules", "switches", "seconds"  what it took
-    "words"                             why it was refused, the traceback, or where the time was over; else ""
+    "schedules", "switches", "seconds"  the cost of the check
+    "words"                             the reason of a refusal, the traceback, or where time ran out; else ""
     "fault"                             null, or its name, rule, message, accesses, waits, mismatch and the schedule
-    "replay"                            the command that shows the fault again, else ""
-    "waived"                            how often each finding of --waive was met, by name
+    "replay"                            the command that replays the fault, else ""
+    "waived"                            how often each finding of --waive occurred, by name
 }]}
 """
 
@@ -25,7 +25,7 @@ from .workers import Result
 
 
 def as_json(results: Sequence[Result], lint: Sequence[str], code: int) -> dict[str, Any]:
-    """What json.dumps takes."""
+    """The document, as an argument of json.dumps."""
     return {"exit_code": code, "lint": list(lint), "cases": [_case(each) for each in results]}
 
 
@@ -48,7 +48,7 @@ def _case(result: Result) -> dict[str, Any]:
 
 
 def _fault(fault: Fault) -> dict[str, Any]:
-    """All but the trace; sites as file, line and function, and the line of the kernel that led there."""
+    """The fault without its trace; sites have file, line and function, and the kernel's line that led there."""
     made = asdict(fault) | {"name": fault.name}
     del made["trace"]
     ends: dict[str, Sequence[Access | Wait]] = {"accesses": fault.accesses, "waits": fault.waits}

@@ -1,7 +1,7 @@
-"""The library's own kernels for the lint of compiled code: as launched on GPUs that are not here, in several variants.
+"""Lint cases for the library's own kernels, as launched on GPUs that need not be present, in several variants.
 
-Tensors on the CPU stand in for operands: only dtype, strides and alignment count. `python -m fusedtp.checks.lint`
-compiles every kernel for every target, prints the table, and exits with 1 on a finding.
+CPU tensors replace the operands: only dtype, strides and alignment matter. `python -m fusedtp.checks.lint` compiles
+every kernel for every target, prints the table, and exits with 1 on a finding.
 """
 
 from __future__ import annotations
@@ -72,28 +72,28 @@ OWN = (
     "pack_kernel",
     "unpack_kernel",
 )
-MOST_RANKS = 72  # that NVLink connects
-SIGNALS = ("meet_kernel",)  # have no configuration
+MOST_RANKS = 72  # largest NVLink domain
+SIGNALS = ("meet_kernel",)  # no configuration
 EXCHANGES = ("moe_dispatch_kernel", "moe_combine_kernel")
-PLANS = ("moe_sort_kernel", "moe_index_kernel", "moe_window_kernel")  # of integers
-LOCAL = ("matmul_kernel",)  # of one device: in more variants
-GROUPED = OWN[OWN.index("grouped_matmul_kernel") : OWN.index("rms_norm_kernel")]  # of ragged groups
-ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # in the variants of the same name
+PLANS = ("moe_sort_kernel", "moe_index_kernel", "moe_window_kernel")  # integers only
+LOCAL = ("matmul_kernel",)  # on one device: LOCAL_VARIANTS
+GROUPED = OWN[OWN.index("grouped_matmul_kernel") : OWN.index("rms_norm_kernel")]  # ragged groups
+ELEMENTWISE = OWN[OWN.index("rms_norm_kernel") :]  # ELEMENTWISE_VARIANTS
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A call of one of the library's operations, from which the launcher plans.
+    """A call of one of the library's operations; the launcher plans a launch for it.
 
-    rows     T, of all ranks
-    widths   N of each weight; operations of one weight take the first
-    grads    dtype of weight gradients where not the operands'
-    targets  those it is compiled for; () all
-    precision, activation   of matmuls on one device
-    tma      not: by pointers, whatever the target
-    batch    runs of rows that each rank of a fused operation has
-    products that a reduce-scatter adds, of so many parts of K
-    transposed  the weights lie as [K, N], as in a gradient
+    rows     T, of all ranks together
+    widths   N of each weight; operations with one weight use the first
+    grads    dtype of weight gradients if not that of the operands
+    targets  targets to compile for; (): all
+    precision, activation   for matmuls on one device
+    tma      False: use pointers on every target
+    batch    number of batch entries; each rank of a fused operation has a run of rows in each
+    products number of parts of K whose products a reduce-scatter adds
+    transposed  the weights are stored as [K, N], as in a gradient
     """
 
     name: str
@@ -115,7 +115,7 @@ class Variant:
 
     @property
     def aligned_rows(self) -> bool:
-        """Whether the compiler knows of every row that it begins at a multiple of 16 bytes."""
+        """Whether the compiler knows that every row begins at a multiple of 16 bytes."""
         return all(extent % VECTOR == 0 for extent in (*self.widths, self.k))
 
 
@@ -123,8 +123,8 @@ def named(*variants: Variant) -> dict[str, Variant]:
     return {variant.name: variant for variant in variants}
 
 
-# Between them: every dtype, tiles that fill the machine and few rows, one weight and two, gathered kept or not, bias
-# or none, even and odd K, two ranks and eight; last, widths whose alignment the compiler does not know.
+# Together these cover every dtype, tiles that fill the machine and few rows, one and two weights, gathered rows kept or
+# not, with and without bias, even and odd K, two and eight ranks. The last one has widths of unknown alignment.
 VARIANTS = named(
     Variant("bf16", "bfloat16", 8, 8192, (4096, 2048), 4096, bias=True, keep=True),
     Variant("fp16-odd", "float16", 2, 68, (1008, 496), 4112, bias=True, grads="float32"),
@@ -132,7 +132,7 @@ VARIANTS = named(
     Variant("bf16-unaligned", "bfloat16", 2, 68, (1001, 499), 4112, targets=("sm_90", "gfx942")),
 )
 
-# Their default is TMA for what no peer writes; rows in two runs, which a reduction reads by pointers and no others do.
+# By default, operands that no peer writes use TMA. Rows in two runs: only reductions read them by pointers.
 FUSED_VARIANTS = VARIANTS | named(
     replace(VARIANTS["bf16"], name="bf16-pointers", targets=("sm_90", "sm_100"), tma=False),
     replace(VARIANTS["bf16"], name="bf16-runs", targets=("sm_90", "sm_100"), batch=2),
@@ -141,7 +141,7 @@ FUSED_VARIANTS = VARIANTS | named(
 WITH_FP8 = ("sm_90", "sm_100")
 MAKES_FP8 = ("quantize_kernel", "pack_kernel", "unpack_kernel")
 
-# Rows of fp8 with their scales, where there are units for it.
+# fp8 rows with their scales, on targets with fp8 matrix units.
 FP8_VARIANTS = named(
     Variant(
         "fp8-rows",
@@ -157,7 +157,7 @@ FP8_VARIANTS = named(
     Variant("fp8-rows-few", "float8_e5m2", 2, 68, (1001, 499), 4112, targets=WITH_FP8),
 )
 
-# Gradients of an input, each by a weight that lies as its layer's: of q, k and v in a sum of three products.
+# Input gradients (dgrad), with weights stored as in their layer; q, k and v give a sum of three products.
 SCATTER_VARIANTS = (
     FUSED_VARIANTS
     | FP8_VARIANTS
@@ -198,7 +198,7 @@ TOGETHER_VARIANTS = {
     replace(FP8_VARIANTS["fp8-rows"], name="fp8-rows-wide", rows=512, widths=(16384, 16384)),
 )
 
-# Their default is TMA where the target has it; beside it pointers, TF32, and fp8 where there are units for it.
+# The default is TMA if the target has it; the others cover pointers, TF32, and fp8 on targets with fp8 matrix units.
 LOCAL_VARIANTS = VARIANTS | named(
     Variant("bf16-pointers", "bfloat16", 1, 8192, (4096,), 4096, targets=("sm_90", "sm_100"), tma=False),
     Variant("tf32", "float32", 1, 8192, (4096,), 4096, bias=True, precision="tf32", activation="gelu"),
@@ -208,20 +208,20 @@ LOCAL_VARIANTS = VARIANTS | named(
     Variant("bf16-few", "bfloat16", 1, 16, (4096,), 4096, bias=True, activation="gelu_pytorch_tanh"),
 )
 
-# By pointers whatever the target, and no fp8; without a bias, the products of two weights, transposed as in dgrad.
+# Pointers on every target, no fp8. Without a bias: products of two weights, transposed as in dgrad.
 GROUPED_VARIANTS = named(
     *(v for v in LOCAL_VARIANTS.values() if v.tma and not v.dtype.startswith("float8")),
     Variant("bf16-pair", "bfloat16", 1, 8192, (4096,), 4096),
     Variant("tf32-pair", "float32", 1, 8192, (4096,), 4096, precision="tf32"),
 )
 
-# Gated where there are two weights.
+# Gated if there are two weights.
 ARRIVING_VARIANTS = VARIANTS | named(
     Variant("bf16-plain", "bfloat16", 8, 8192, (4096,), 4096),
     Variant("tf32-pair", "float32", 2, 8192, (4096, 4096), 4096, precision="tf32", activation="gelu"),
 )
 
-# With weights where there is a bias; else the sum of two products, without.
+# With routing weights if there is a bias; otherwise the sum of two products without them.
 RETURNING_VARIANTS = VARIANTS | named(Variant("bf16-pair", "bfloat16", 8, 8192, (4096,), 4096))
 
 ELEMENTWISE_VARIANTS = named(
@@ -230,7 +230,7 @@ ELEMENTWISE_VARIANTS = named(
     Variant("fp16-odd", "float16", 1, 8192, (1001,), 1001),
 )
 
-# Of 8 experts a rank; `dtype` is of ids.
+# 8 experts per rank; `dtype` is the dtype of ids.
 PLAN_VARIANTS = named(Variant("int64", "int64", 8, 8192, (16,), 16), Variant("int32-few", "int32", 2, 6, (16,), 16))
 
 EVERY_VARIANT = (
@@ -245,7 +245,7 @@ EVERY_VARIANT = (
 
 
 def variants_of(kernel: str) -> dict[str, Variant]:
-    """In which variants a kernel is compiled."""
+    """The variants in which a kernel is compiled."""
     if kernel in SIGNALS:
         return {}
     if kernel in MAKES_FP8:
@@ -273,7 +273,7 @@ def variants_of(kernel: str) -> dict[str, Variant]:
 def own_cases(
     kernels: Sequence[str] | None, targets: Sequence[str], variants: Sequence[str] | None = None
 ) -> Iterator[CompileCase]:
-    """Every (kernel, target, variant) asked for; all where None. Raises ValueError for a name that is none."""
+    """Every requested (kernel, target, variant); None means all. Raises ValueError for an unknown name."""
     for asked, known, what in ((kernels, OWN, "kernel"), (variants, EVERY_VARIANT, "variant")):
         unknown = [name for name in asked or () if name not in known]
         if unknown:
@@ -299,11 +299,11 @@ def check(
     variants: Sequence[str] | None = None,
     done: Callable[[Report], None] | None = None,
 ) -> list[Report]:
-    """Compile the library's kernels for GPUs that need not be here, and judge them. All of each where None.
+    """Compile the library's kernels for GPUs that need not be present, and check them. None means all.
 
-    kernels, targets, variants   names of OWN, TARGETS, EVERY_VARIANT
-    done                         called with each report as it is ready
-    Raises ValueError for an unknown name, CompileError for a kernel that the compiler refuses.
+    kernels, targets, variants   names in OWN, TARGETS, EVERY_VARIANT
+    done                         called with each report when it is ready
+    Raises ValueError for an unknown name, CompileError if the compiler refuses a kernel.
     """
     names = list(targets or TARGETS)
     for name in names:
@@ -315,14 +315,14 @@ def check(
 
 
 def machine_of(target: Target) -> Machine:
-    """The target as launchers see it, to choose a configuration for."""
+    """The launchers' description of the target, from which they choose a configuration."""
     capability = target.arch if isinstance(target.arch, int) else 0
     return Machine(target.backend, target.processors, target.shared_limit, capability=capability)
 
 
 def planned(kernel: str, variant: Variant, machine: Machine) -> Compiles:
-    """The library's own launch, as rank 1."""
-    if kernel not in LOCAL and not variant.tma:  # as on a GPU that has none
+    """The library's own launch, on rank 1."""
+    if kernel not in LOCAL and not variant.tma:  # as on a GPU without TMA
         machine = replace(machine, capability=0)
     if kernel in SIGNALS:
         return _signal(kernel, variant.world_size, machine.clock)
@@ -341,7 +341,7 @@ def _planned(kernel: str, variant: Variant, machine: Machine) -> Launch:
 
 
 def _fused(kernel: str, variant: Variant, machine: Machine) -> Launch:
-    """A kernel that an operation declares."""
+    """The launch of a kernel that an operation declares."""
     w, t, k, dtype, batch = variant.world_size, variant.rows, variant.k, variant.dtype, variant.batch
     fp8 = getattr(torch, dtype).itemsize == 1
     rows = Rows((t // w // batch,) * w, batch)
@@ -368,7 +368,7 @@ def _fused(kernel: str, variant: Variant, machine: Machine) -> Launch:
 
 
 def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
-    """Rows of K elements between 8 experts a rank; a token chooses 4."""
+    """An exchange of rows of K elements with 8 experts per rank; a token chooses 4."""
     w, t, dtype = variant.world_size, variant.rows // variant.world_size, getattr(torch, variant.dtype)
     at = Exchange("", 1, (t,) * w, 8 * w, 4, 0, "triton")
     at = at._replace(max_rows=at.max_recv_rows)
@@ -378,13 +378,13 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
     if kernel == "moe_index_kernel":
         return plan_index(torch.empty(w, at.num_experts, dtype=torch.int32), index, at)[0]
     if kernel == "moe_window_kernel":
-        most = at._replace(sizes=(t,) * MOST_RANKS, num_experts=4 * MOST_RANKS)  # a program looks at all of an owner's
+        most = at._replace(sizes=(t,) * MOST_RANKS, num_experts=4 * MOST_RANKS)  # a program scans all rows of an owner
         shapes = (MOST_RANKS, most.num_experts), (MOST_RANKS * t * at.top_k,)
         table, orders = (torch.empty(shape, dtype=torch.int32) for shape in shapes)
         return plan_window(RoutingPlan(table, orders, index), 1, most)[0]
     words = unpacked(index, at)
     end = (words, at, 12345, None, machine)
-    width = variant.k + variant.widths[0] % VECTOR  # or a width whose alignment the compiler does not know
+    width = variant.k + variant.widths[0] % VECTOR  # may have unknown alignment
     view = _view(w)
     if kernel == "moe_dispatch_matmul_kernel":
         index = torch.empty(t * at.top_k, dtype=torch.int32)
@@ -403,7 +403,7 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
     if kernel == "moe_matmul_combine_kernel":
         h, n, e = torch.empty(at.max_rows, variant.k, dtype=dtype), variant.widths[0], at.experts_here
         experts, offsets = torch.empty(e, n, variant.k, dtype=dtype), torch.empty(e + 1, dtype=torch.int32)
-        pairs = 1 if variant.bias else 2  # of a product with weights, and of the gradients of gate and up
+        pairs = 1 if variant.bias else 2  # one product with weights, or the gradients of gate and up
         sums = (choices, weights, words, at, 12345, None, variant.precision)
         given = (view, 1, [h] * pairs, [experts] * pairs, offsets, *sums)
         return combine.plan_matmul_combine(*given, machine)[0]
@@ -419,7 +419,7 @@ def _signal(kernel: str, world_size: int, clock: str) -> Compiles:
 
 
 def _local(variant: Variant, machine: Any) -> Launch:
-    """The plain matmul, of fp8 with scales."""
+    """The plain matmul; fp8 has scales."""
     m, n, k, precision = variant.rows, variant.widths[0], variant.k, variant.precision
     dtype = getattr(torch, variant.dtype)
     fp8 = dtype.itemsize == 1
@@ -435,7 +435,7 @@ def _local(variant: Variant, machine: Any) -> Launch:
 
 
 def _grouped(kernel: str, variant: Variant, machine: Any) -> Launch:
-    """Eight experts; forward with a bias, or dgrad of two weights."""
+    """Eight experts; forward with a bias, or dgrad with two weights."""
     experts, r, n, k, precision = 8, variant.rows, variant.widths[0], variant.k, variant.precision
     dtype = getattr(torch, variant.dtype)
 
@@ -444,7 +444,7 @@ def _grouped(kernel: str, variant: Variant, machine: Any) -> Launch:
 
     x, dy, offsets = empty(r, k), empty(r, n), empty(experts + 1, of=torch.int32)
     weight, transposed = empty(experts, n, k), empty(experts, k, n).mT
-    if n % VECTOR:  # rows of an odd length are not copied asynchronously, so that a loop over them has no pipeline
+    if n % VECTOR:  # rows of odd length are not copied asynchronously, so a loop over them is not pipelined
         transposed = weight
     act, how = variant.activation, (None, precision, machine)
     if kernel == "grouped_matmul_kernel":
@@ -468,14 +468,14 @@ def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
     x, gate, weight = empty(rows, width), empty(rows, wide), empty(width, of=torch.float32)
     act = {"bf16": "silu", "fp32": "gelu"}.get(variant.name, "gelu_pytorch_tanh")
     if "_wide_" in kernel:
-        wider = 16384 - width % VECTOR  # or a width whose alignment the compiler does not know
+        wider = 16384 - width % VECTOR  # may have unknown alignment
         x, weight = empty(rows, wider), empty(wider, of=torch.float32)
     if kernel in ("rms_norm_kernel", "rms_norm_wide_kernel"):
         return pointwise.plan_rms_norm(x, x, weight, 1e-5, machine).whole()[0]
     if kernel in ("rms_norm_backward_kernel", "rms_norm_wide_backward_kernel"):
         inverse_rms = empty(rows, of=torch.float32)
         return pointwise.plan_rms_norm_backward(x, x, x, weight, inverse_rms, machine).whole()[0]
-    if kernel == "quantize_kernel":  # rows, columns, and rows that no program holds by a scale that is given
+    if kernel == "quantize_kernel":  # rows, columns, and rows too long for one program with a given scale
         kind = torch.float8_e5m2 if variant.name == "bf16" else torch.float8_e4m3fn
         made = torch.empty(rows, width + 16, dtype=kind, device="meta")[:, : width - width % VECTOR]
         scales, one = empty(rows, 4, of=torch.float32), empty(1, of=torch.float32)
@@ -504,7 +504,7 @@ def _elementwise(kernel: str, variant: Variant, machine: Any) -> Launch:
 
 
 def _view(world_size: int) -> SimpleNamespace:
-    """A workspace's device view; a plan only looks at its types."""
+    """A device view of a workspace; plans only use the types of its fields."""
     words = torch.zeros(max(8, world_size), dtype=torch.int64)
     return SimpleNamespace(
         data_ptrs=words,

@@ -1,11 +1,11 @@
-"""The library's kernels of one rank as cases of the simulator: small shapes with tails, against the formula of each.
+"""The library's single-rank kernels as simulator cases: small shapes with tails, compared with each kernel's formula.
 
     local_cases    every kernel, in the variants that its launcher chooses, one launch after another
-    local_case     one of them
+    local_case     one kernel
 
-What a caller chooses (activation, bias, residual, direction of a rotation) goes by the dtype: each choice is made once.
-Sums are of small integers, exact in any order. What has gone through exp or rsqrt may differ from torch's by rounding.
-Elements that no kernel writes, such as rows behind the last expert's, must stay as they are.
+The dtype determines the caller's choices (activation, bias, residual, direction of a rotation), so that each choice
+occurs once. Sums are of small integers, exact in any order. Results of exp or rsqrt may differ from torch's by
+rounding. Elements that no kernel writes, such as rows past the last expert, must stay unchanged.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ ACTIVATIONS: dict[torch.dtype, tuple[str, Callable[[Tensor], Tensor]]] = {
     F16: ("gelu", F.gelu),
     BF16: ("gelu_pytorch_tanh", partial(F.gelu, approximate="tanh")),
 }
-UNWRITTEN = -7  # of integers; floats are NaN
-ROUNDINGS = 2  # in fp32, of a result that is not exact, and as many of terms as large as the largest element
+UNWRITTEN = -7  # initial value of integers; floats are NaN
+ROUNDINGS = 2  # allowed fp32 rounding errors of an inexact result, and of terms as large as the largest element
 
 
 class Local(NamedTuple):
-    """A launch, its outputs, and what they must be once rounded to their dtypes. exact: bit for bit."""
+    """A launch, its outputs, and the expected values before rounding to their dtypes. exact: compare bit for bit."""
 
     launch: Planned
     outs: Sequence[Tensor]
@@ -52,11 +52,11 @@ class Local(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel is planned for.
+    """The machine and operands for which a kernel is planned.
 
     k       columns of x
     dtype   of operands
-    apart   rows of x lie an odd number of elements apart, so that no TMA takes them; between them NaN
+    apart   the row stride of x is odd, which rules out TMA; the gaps hold NaN
     """
 
     machine: Machine
@@ -66,19 +66,19 @@ class Variant:
 
     @property
     def config(self) -> Config:
-        """Three stages; on sm_90 by TMA where a kernel can, and tiles that end by halves."""
+        """Three stages; on sm_90, TMA if the kernel can use it, and `halves`."""
         halves = self.machine.capability == 90
-        tall = 64 if halves and self.dtype.itemsize < 4 else 16  # rows that wgmma takes
+        tall = 64 if halves and self.dtype.itemsize < 4 else 16  # wgmma requires 64 rows
         return Config(tall, 32 if halves else 16, 16, group=2, tma=halves, halves=halves, num_stages=3)
 
     def rows(self, x: Tensor) -> Tensor:
-        """x as its rows lie."""
+        """x in the dtype, with the row stride of the variant."""
         more = 1 + x.shape[1] % 2 if self.apart else 0
         return F.pad(x, (0, more), value=torch.nan).to(self.dtype)[:, : x.shape[1]]
 
 
 def drawn() -> Callable[..., Tensor]:
-    """shape -> integers from -2 to 2 in fp32, the same each time that a case is made."""
+    """A function shape -> random integers from -2 to 2 in fp32, the same each time a case is made."""
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randint(-2, 3, shape, generator=generator).float()
 
@@ -87,7 +87,7 @@ def drawn() -> Callable[..., Tensor]:
 
 
 def _matmul(v: Variant) -> Local:
-    """Scales of rows and columns, which fp8 has; fp32 by tf32 where there is wgmma."""
+    """With scales of rows and columns, as for fp8; fp32 uses tf32 if there is wgmma."""
     draw = drawn()
     scales, x, w, bias = (draw(36, 1), draw(40, 1)), draw(36, v.k), draw(40, v.k), draw(40)
     out = F32 if v.dtype == E4M3 else v.dtype
@@ -99,12 +99,12 @@ def _matmul(v: Variant) -> Local:
     return Local(launch, [y], [wanted if added is None else wanted + bias])
 
 
-OFFSETS = (0, 17, 17, 20, 104)  # the second expert has no rows; the last three of R rows are no expert's
+OFFSETS = (0, 17, 17, 20, 104)  # the second expert has no rows; the last three of R rows belong to no expert
 R, N = 107, 40
 
 
 def _by_expert(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[R, N]: each row times its expert's weights; rows of no expert are not written."""
+    """[R, N]: each row times its expert's weights; rows without an expert stay NaN."""
     made = [x[i:j] @ w.t() for w, (i, j) in zip(weights, pairwise(OFFSETS))]
     made = made if bias is None else [y + b for y, b in zip(made, bias)]
     return F.pad(torch.cat(made), (0, 0, 0, R - OFFSETS[-1]), value=torch.nan)
@@ -125,7 +125,7 @@ def _grouped(name: str, v: Variant) -> Local:
         launch, (y, *products) = grouped.plan_gated(x_low, w_low, up_low, offsets, act, True, *how)
         g, u = _by_expert(x, w), _by_expert(x, up)
         return Local(launch, [y, *(each for each in products if each is not None)], [formula(g) * u, g, u], False)
-    # pads its result to multiples of 16, so that tiles of 16 have no tails; in fp32 nothing lies behind the last row
+    # the result is padded to multiples of 16, so tiles of 16 have no tails; in fp32 there are no rows past the last one
     config = replace(v.config, block_m=max(32, v.config.block_m), block_n=64)
     if v.dtype == F32:
         dy_low, x_low = (each[: OFFSETS[-1]].clone() for each in (dy_low, x_low))
@@ -144,7 +144,7 @@ def _swiglu(v: Variant) -> Local:
 
 
 def _swiglu_backward(v: Variant, grouped_rows: bool = False) -> Local:
-    """Of rows of experts too: those of none are not written."""
+    """grouped_rows: rows of experts; rows without an expert are not written."""
     draw, rows, (act, formula) = drawn(), R if grouped_rows else 70, ACTIVATIONS[v.dtype]
     dy, gate, up = draw(rows, N), draw(rows, N), draw(rows, N)
     given = dy.to(v.dtype), gate.to(v.dtype), up.to(v.dtype)
@@ -171,7 +171,7 @@ def _norm(v: Variant, rows: int, width: int) -> Local:
 
 
 def _norm_backward(v: Variant, rows: int, width: int) -> Local:
-    """One program walks all rows. x and its inverse_rms r are drawn each by itself."""
+    """One program processes all rows. x and its inverse_rms r are drawn independently."""
     draw = drawn()
     x, residual, dy, weight, r = draw(rows, width), draw(rows, width), draw(rows, width), draw(width), draw(rows)
     low_dy, low_residual, low_x = (each.to(v.dtype) for each in (dy, residual, x))
@@ -186,7 +186,7 @@ def _norm_backward(v: Variant, rows: int, width: int) -> Local:
 
 
 def _rope(v: Variant) -> Local:
-    """Forward and back, by tables of each batch entry or of all."""
+    """Forward and backward rotation, with a table per batch entry or one for all."""
     draw = drawn()
     batch, sign = 1 if v.dtype == BF16 else 2, -1 if v.dtype == F16 else 1
     q, k, cos, sin = draw(2, 3, 5, 12), draw(2, 3, 2, 12), draw(batch, 3, 1, 6), draw(batch, 3, 1, 6)
@@ -196,7 +196,7 @@ def _rope(v: Variant) -> Local:
 
 
 def _logits(name: str, v: Variant) -> Local:
-    """Columns from the third on; a label in every column, some in none."""
+    """A shard of columns from index 3; every column has a label, and some labels are in no column."""
     draw = drawn()
     t, width, start = 70, 40, 3
     x, scale, lse, labels = draw(t, width), draw(t), draw(t), torch.arange(t)
@@ -213,7 +213,7 @@ def _logits(name: str, v: Variant) -> Local:
 
 
 def _quantize(v: Variant) -> Local:
-    """Rows that a program holds; columns, which it does not (k = 70, as e5m2); these by a scale that is given (71)."""
+    """k = 40: rows, which fit in a program; k = 70: columns, which do not, e5m2; k = 71: columns with a given scale."""
     draw = drawn()
     k, filled, kind = v.k, 16 * -(-v.k // 16), E5M2 if v.k == 70 else E4M3
     x = draw(37, k) * 2.0 ** (torch.arange(k) - k // 2)
@@ -233,7 +233,7 @@ def _quantize(v: Variant) -> Local:
 
 
 def _pack(name: str, v: Variant) -> Local:
-    """In two parts, the last block cut off."""
+    """In two parts; the last block may be partial."""
     draw = drawn()
     x = draw(9, v.k) * 2.0 ** (torch.arange(v.k) // 128)
     x[::3, ::50], x[1::3, 3::50] = torch.inf, torch.nan
@@ -246,7 +246,7 @@ def _pack(name: str, v: Variant) -> Local:
 
 
 def _largest(v: Variant) -> Local:
-    """Of columns, by four programs: the first has two parts, the largest of each elsewhere."""
+    """Of columns, by four programs: the first has two parts with their maxima at different places."""
     x = torch.ones(70, 300)
     x[:, 3:10], x[0, 64], x[69, 150], x[2, 299], x[3, 64:128] = torch.inf, 5.0, -6.0, 7.0, torch.nan
     launch, parts = quantize.plan_largest(x.t(), replace(v.machine, programs=1))
@@ -259,14 +259,14 @@ def _largest(v: Variant) -> Local:
 
 
 def _sort(v: Variant) -> Local:
-    """Blocks of 16, some choices dropped."""
+    """In blocks of 16; some choices are dropped."""
     ids = torch.randint(-1, 6, (13, 3), generator=torch.Generator().manual_seed(0))
     launch, *outs = plan.plan_sort(ids, 6, 16)
     return Local(launch, outs, plan.sorted_words(ids, 6))
 
 
 def _index(v: Variant) -> Local:
-    """Of the second of three ranks, with room for all rows but two."""
+    """On the second of three ranks, with a capacity of two rows less than needed."""
     table = torch.randint(0, 20, (3, 9), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     room = int(table[:, 3:6].sum()) - 2
     at = plan.Exchange("", 1, (20, 20, 20), 9, 3, room, "triton", bound=room)
@@ -280,7 +280,7 @@ def _index(v: Variant) -> Local:
 
 
 def _window(v: Variant) -> Local:
-    """Of the second of three ranks, in the second of several rounds; some choices are dropped."""
+    """On the second of three ranks, in the second of several rounds; some choices are dropped."""
     generator = torch.Generator().manual_seed(0)
     at = plan.Exchange("", 1, (30, 25, 20), 9, 2, 17, "local", bound=17)
     likes = torch.rand(75, 9, generator=generator) + torch.tensor([0.9, 0.0, 0.6, 0.0, 0.8, 0.4, 0.0, 0.2, 0.0])
@@ -305,7 +305,7 @@ def _window(v: Variant) -> Local:
 
 # -- cases -------------------------------------------------------------------------------------------------------------
 
-HELD, WIDER = (70, 40), (5, 9000)  # rows and width of a norm: a program holds a row, or does not
+HELD, WIDER = (70, 40), (5, 9000)  # rows and width of a norm: a row fits in a program, or does not
 PRODUCTS = ("matmul", "grouped_matmul", "grouped_gated", "grouped_wgrad")
 KERNELS: dict[str, Callable[[Variant], Local]] = {
     "matmul": _matmul,
@@ -327,18 +327,18 @@ KERNELS: dict[str, Callable[[Variant], Local]] = {
     **{name: partial(_pack, name) for name in ("pack", "unpack")},
 }
 OF_INTEGERS = ("moe_sort", "moe_index", "moe_window")
-MAKES_FP8 = ("quantize", "pack", "unpack")  # of fp32 here; for targets that have fp8
+MAKES_FP8 = ("quantize", "pack", "unpack")  # from fp32 here; for targets with fp8
 
 
 def variants(name: str, machine: Machine) -> list[Variant]:
-    """Those that a launcher of this machine chooses among: by TMA and by pointers, of each width of an element."""
+    """The variants that launchers choose on this machine: TMA and pointers, each element width."""
     chosen: list[tuple[Any, ...]]
     if name == "quantize":
         chosen = [(40, F32), (70, F32), (71, F32)]
     elif name in ("pack", "unpack"):
         chosen = [(1100, F32), (1152, F32)]
-    elif name in PRODUCTS:  # aligned, of more steps than stages; unaligned
-        deep = 8 if name == "grouped_wgrad" else 104  # on sm_90 wgrad's K ends in the other half of a tile
+    elif name in PRODUCTS:  # aligned with more steps than stages; unaligned
+        deep = 8 if name == "grouped_wgrad" else 104  # on sm_90, the K of wgrad ends in the other half of a tile
         chosen = [(56 if name == "matmul" else 20, F32), (deep, F16), (41, BF16)]
         chosen += [(104, F16, True)] if name in ("grouped_matmul", "grouped_gated") else []
         chosen += [(104, E4M3), (112, E4M3)] if name == "matmul" and machine.capability >= 89 else []
@@ -351,7 +351,7 @@ def variants(name: str, machine: Machine) -> list[Variant]:
 
 
 def local_case(name: str, *chosen: Variant) -> Case:
-    """The kernel's launches for these variants, one after another, on one rank."""
+    """Launches of the kernel in these variants, one after another, on one rank."""
 
     def make() -> Run:
         made = [KERNELS[name](variant) for variant in chosen]
@@ -365,7 +365,7 @@ def local_case(name: str, *chosen: Variant) -> Case:
 
 
 def mismatches(made: Local) -> list[Mismatch]:
-    """Where the outputs are not what they must be."""
+    """Compares the outputs with the expected ones."""
     found = []
     for n, (out, want) in enumerate(zip(made.outs, made.wanted, strict=True)):
         want = want.to(out.dtype)
@@ -374,7 +374,7 @@ def mismatches(made: Local) -> list[Mismatch]:
 
 
 def _rounded(got: Tensor, want: Tensor) -> Tensor:
-    """What is wanted, but for elements that differ by rounding alone: in fp32, and to the next of a narrower dtype."""
+    """`want`, with elements replaced by `got` if they differ only by rounding, in fp32 and to a narrower dtype."""
     computed = ROUNDINGS * torch.finfo(F32).eps
     own = computed if got.dtype == F32 else torch.finfo(got.dtype).eps
     of_terms = computed * float(want.nan_to_num().abs().max())
@@ -382,6 +382,6 @@ def _rounded(got: Tensor, want: Tensor) -> Tensor:
 
 
 def local_cases(target: str) -> list[Case]:
-    """Every kernel of one rank that a GPU of this kind has, in all its variants."""
+    """Every single-rank kernel that this target supports, in all its variants."""
     chosen = {name: variants(name, gpu(target)) for name in KERNELS}
     return [local_case(name, *each) for name, each in chosen.items() if each]

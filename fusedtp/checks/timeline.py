@@ -1,7 +1,7 @@
-"""A trace as a picture: one HTML file, nothing loaded from elsewhere, a row for each rank and program.
+"""Draws a trace as one self-contained HTML file, with a row for each rank and program.
 
-Where the trace carries simulated time the axis is time. Where it does not, every moment takes one unit: only order
-and waiting mean something there, lengths do not.
+If the trace has simulated time, the axis is time. Otherwise every moment takes one unit: then only order and waits are
+meaningful, not lengths.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ KINDS = {
     "signalled": "wrote or read a flag",
     "waited": "waited",
 }
-ROW, HEIGHT, AXIS = 20, 14, 26  # pixels: a row, a bar in it, the axis below all
-RANK, CHARACTER = 58, 7.3  # pixels: the column of the ranks' names, a character of the rows' names
-TICKS = 10  # at most
+ROW, HEIGHT, AXIS = 20, 14, 26  # pixels: a row, its bar, the axis at the bottom
+RANK, CHARACTER = 58, 7.3  # pixels: the column of rank names, a character of the row names
+TICKS = 10  # maximum
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of one program's life. kind: a key of KINDS."""
+    """A time span of one program. kind: a key of KINDS."""
 
     rank: int
     launch: str
@@ -45,7 +45,7 @@ class Segment:
 
 
 def segments(moments: Sequence[Moment], fault: Fault | None = None) -> list[Segment]:
-    """What every program did from when to when; stretches of one kind that follow one another are one."""
+    """The time spans of every program; consecutive spans of one kind are merged."""
     timed = any(moment.end > moment.begin for moment in moments)
     final = max((m.end for m in moments), default=0.0) if timed else float(len(moments))
     found: list[Segment] = []
@@ -98,7 +98,7 @@ def _kind(moment: Moment) -> str:
 
 
 def _merged(found: Sequence[Segment]) -> list[Segment]:
-    """In order of their begin; touching ones of a program and kind joined, with the first and the last thing done."""
+    """Sorts segments by begin and merges adjacent ones of a program and kind; keeps the first and last description."""
     last: dict[tuple[int, int, str], int] = {}
     kept: list[Segment] = []
     for segment in sorted(found, key=lambda s: (s.kind != "alive", s.begin)):
@@ -144,7 +144,7 @@ def html(moments: Sequence[Moment], *, title: str = "timeline", fault: Fault | N
 
 
 def _lanes(drawn: Sequence[Segment]) -> dict[tuple[int, int, str], int]:
-    """The row of each program: by rank, then by what was launched first."""
+    """The row of each program: by rank, then by time of the first launch."""
     first: dict[tuple[int, str], float] = {}
     for segment in drawn:
         key = segment.rank, segment.launch
@@ -167,7 +167,7 @@ def _labels(lanes: dict[tuple[int, int, str], int]) -> str:
 
 
 def _rules(lanes: dict[tuple[int, int, str], int]) -> str:
-    """A line between each two ranks."""
+    """Lines between ranks."""
     ranks = [rank for rank, _, _ in lanes]
     between = [row for row in range(1, len(ranks)) if ranks[row] != ranks[row - 1]]
     return "".join(
@@ -176,7 +176,7 @@ def _rules(lanes: dict[tuple[int, int, str], int]) -> str:
 
 
 def _axis(end: float, height: int, timed: bool) -> str:
-    """Lines at round numbers, with the numbers below."""
+    """Tick lines at round numbers, with the numbers below."""
     step = 10.0 ** math.floor(math.log10(end / TICKS))
     step *= next(factor for factor in (1, 2, 5, 10) if end / (factor * step) <= TICKS)
     step = step if timed else max(step, 1.0)

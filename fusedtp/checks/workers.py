@@ -1,18 +1,18 @@
-"""The cases that `fusedtp check` is asked for, by name, and worker processes that run their schedules.
+"""Resolves the case names of `fusedtp check`, and runs their schedules in worker processes.
 
     all_gather_matmul       a fused kernel of the library
     ring.py::exchange       `exchange` of ring.py: a Case, or a function that returns a Case or a Run
-    ring.py                 every Case in ring.py, and every function named case_*, but for those that it imports
-    rings.cases:exchange    likewise of the module rings.cases
-    rings.cases:            and all of its cases
+    ring.py                 every Case in ring.py, and every function named case_*, except imported ones
+    rings.cases:exchange    the same for the module rings.cases
+    rings.cases:            all cases of that module
 
-A function with a parameter `world_size` gets it. A case that cannot be checked, or that raises, says so in its own
-`Found` or `Part`; the others go on.
+A function with a parameter `world_size` receives it. If a case cannot be checked, or raises, its `Found` or `Part` says
+so; the other cases continue.
 
-A fork server imports this module, which does not import triton, once for all workers; each unsets TRITON_INTERPRET
-before it imports triton, so that it compiles kernels. A program that has a fork server keeps it: if that one imported
-triton to interpret, every case is refused and says why. What comes back are plain values; an exception of the user's
-code comes back as its traceback.
+A fork server imports this module once for all workers; the module does not import triton. Each worker unsets
+TRITON_INTERPRET before it imports triton, so that it compiles kernels. If the program already has a fork server, that
+one is used; if it imported triton to interpret, every case is refused with this reason. Workers return plain values; an
+exception of the user's code is returned as its traceback.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ DIED = "a worker process died; the kernel may have used up memory (try --workers
 
 
 def names_of(name: str = "", world_size: int | None = None, target: str = TARGET) -> list[str]:
-    """Full names of the cases that `name` stands for; "" for all fused kernels of the library.
+    """Full names of the cases that `name` refers to; "" refers to all fused kernels of the library.
 
-    target: they are compiled for. Raises ValueError where it stands for none. What importing the user's
-    code raises passes.
+    target: target of the compilation. Raises ValueError if there is no such case. Exceptions from importing the user's
+    code pass through.
     """
     if not _is_users(name):
         return [case.name for case in _own(name, world_size, target)]
@@ -84,7 +84,7 @@ def names_of(name: str = "", world_size: int | None = None, target: str = TARGET
 
 @lru_cache
 def case_of(name: str, world_size: int | None = None, target: str = TARGET) -> Case:
-    """The one case of this name: what a report tells you to replay. What the user's code raises passes."""
+    """The single case of this name, as used in replays. Exceptions of the user's code pass through."""
     if not _is_users(name):
         (case,) = _own(name, world_size, target)
         return case
@@ -95,7 +95,7 @@ def case_of(name: str, world_size: int | None = None, target: str = TARGET) -> C
 
 
 def _imported(module: ModuleType) -> set[str]:
-    """Names that its import statements bind."""
+    """Names that the import statements of a module bind."""
     names: set[str] = set()
     file = Path(module.__file__ or "")
     todo: list[ast.AST] = [ast.parse(file.read_bytes() if file.suffix == ".py" else "")]
@@ -107,7 +107,7 @@ def _imported(module: ModuleType) -> set[str]:
             names |= {key for key, value in vars(module).items() if there.get(key) is value}
         elif isinstance(node, ast.ImportFrom):
             names |= {each.asname or each.name for each in node.names}
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):  # whose names are theirs
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):  # names in them are local
             todo += ast.iter_child_nodes(node)
     return names
 
@@ -117,7 +117,7 @@ def _is_users(name: str) -> bool:
 
 
 def _parts_of(name: str) -> tuple[str, str, str]:
-    """File or module, "::" or ":", name in it or ""."""
+    """File or module, "::" or ":", and the case's name in it, or ""."""
     if "::" in name or name.endswith(".py"):
         place, _, wanted = name.partition("::")
         return place, "::", wanted
@@ -126,7 +126,7 @@ def _parts_of(name: str) -> tuple[str, str, str]:
 
 
 def _import(name: str) -> ModuleType:
-    """As `python -m` does: the current folder can be imported from."""
+    """Import a module with the current folder on sys.path, like `python -m`."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if importlib.util.find_spec(name.partition(".")[0]) is None:
@@ -136,7 +136,7 @@ def _import(name: str) -> ModuleType:
 
 @lru_cache
 def _own(name: str, world_size: int | None, target: str) -> tuple[Case, ...]:
-    """The library's: of fused kernels, and by name alone those of one rank."""
+    """The library's cases: all fused kernels, or one case by name; kernels of one rank only by name."""
     from .cases import compiled_cases
     from .local import local_cases
 
@@ -154,7 +154,7 @@ def _own(name: str, world_size: int | None, target: str) -> tuple[Case, ...]:
 
 @lru_cache
 def _load(path: str) -> ModuleType:
-    """The module in this file; its folder is importable while it loads, as when Python runs it."""
+    """Load the module in this file, with its folder on sys.path while it loads, as when Python runs it."""
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"no such file: {path}")
@@ -188,7 +188,7 @@ def _case(full_name: str, value: Any, world_size: int | None) -> Case:
 
 
 def _bound(full_name: str, function: Callable[..., Any], world_size: int | None) -> Callable[[], Any]:
-    """The function with its world size, if it takes one."""
+    """Bind the world size if the function takes one."""
     parameters = inspect.signature(function).parameters
     needed = [
         key
@@ -215,11 +215,11 @@ def _bound(full_name: str, function: Callable[..., Any], world_size: int | None)
 class Found:
     """A case to check.
 
-    asked      the world size that was asked for
-    kernels    those that it launches
-    target     whose compiled code runs
-    refused    why it cannot be checked, in a line; raised: what its own code raised, a traceback
-    late       where it stood when the time to build it was over
+    asked      the requested world size
+    kernels    names of the kernels that it launches
+    target     target of the compiled code
+    refused    why it cannot be checked, one line; raised: traceback of an exception of its own code
+    late       where it was when the time to build it ran out
     """
 
     name: str
@@ -238,20 +238,20 @@ class Found:
 
     @property
     def of_a_file(self) -> bool:
-        """The user's, in a file, not the library's."""
+        """Whether it is a user's case in a file."""
         return "::" in self.name
 
 
 @dataclass(frozen=True)
 class Part:
-    """What became of some schedules of a case.
+    """The result of some schedules of a case.
 
-    fault      of the first that showed one
-    raised     traceback, where the user's code raised
-    refused    why the case cannot be checked, or not on this target
-    late       where a schedule stood when the time was over
-    waived     how often each waived finding was met
-    left       schedules that a limit left out, at least
+    fault      the first fault
+    raised     traceback, if the user's code raised
+    refused    why the case cannot be checked, at all or on this target
+    late       where a schedule was when time ran out
+    waived     how often each waived finding occurred
+    left       lower bound on the schedules skipped because of a limit
     """
 
     schedules: int = 0
@@ -271,14 +271,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a case."""
+    """The result of a case."""
 
     found: Found
     schedules: int = 0
     switches: int = 0
     seconds: float = 0.0
-    part: Part = field(default_factory=Part)  # with the fault, or why there are no more schedules
-    waived: dict[str, int] = field(default_factory=dict)  # how often each waived finding was met
+    part: Part = field(default_factory=Part)  # with the fault, or the reason why it stopped
+    waived: dict[str, int] = field(default_factory=dict)  # how often each waived finding occurred
 
     @property
     def verdict(self) -> str:
@@ -294,7 +294,7 @@ class Result:
 
     @property
     def code(self) -> int:
-        """What the command ends with if this is all."""
+        """The exit code of the command if this is the only result."""
         codes = {"ok": 0, "refused": REFUSED, "out of time": REFUSED, "not all": REFUSED}
         if self.verdict == "raised" and (self.found.raised or self.part.raised):
             return CRASHED
@@ -302,7 +302,7 @@ class Result:
 
 
 class BadInput(ValueError):
-    """The user named something that cannot be checked; the message is one line, or what a compiler says."""
+    """The user named something that cannot be checked; the message is one line, or the compiler's error."""
 
 
 class UserError(Exception):
@@ -313,10 +313,10 @@ def find(
     name: str, world_size: int | None, target: str = TARGET, seconds: float | None = None,
     call: Callable[..., Any] | None = None,
 ) -> list[Found]:  # fmt: skip
-    """The cases that this name stands for. What cannot be checked is among them, and says why.
+    """The cases that this name refers to, including those that cannot be checked, with the reason.
 
-    seconds   for each of them to be built
-    call      a function with the arguments of `_names`, in a worker: a Found where it dies
+    seconds   time limit for building each case
+    call      runs a function with the arguments of `_names` in a worker; returns a Found if the worker dies
     """
     call = call or (lambda function, *given: function(*given))
     names = call(_names, name, world_size, target, seconds)
@@ -361,12 +361,12 @@ def _tried(
 
 
 def run_part(found: Found, schedules: Sequence[Schedule], seconds: float | None = None) -> Part:
-    """These schedules of a case, in a worker. seconds: that are left for them."""
+    """Run these schedules of a case, in a worker. seconds: time left for them."""
     return _part(found, lambda case: explore(case, schedules, seconds=seconds), seconds)
 
 
 def run_exhaust(found: Found, preemptions: int, limit: int, resident: Any, weak: bool, waive: Sequence[str]) -> Part:
-    """Every schedule of a case with at most so many preemptions, in a worker."""
+    """Run every schedule of a case with at most this many preemptions, in a worker."""
 
     def run(case: Case) -> Outcome:
         return exhaust(case, preemptions, limit=limit, resident=resident, weak=weak, target=found.target, waive=waive)
@@ -393,7 +393,7 @@ def _part(found: Found, run: Callable[[Case], Outcome], seconds: float | None = 
 
 
 def run_trace(found: Found, schedule: Schedule) -> tuple[Moment, ...]:
-    """What every program did in one schedule, in a worker."""
+    """Trace every program in one schedule, in a worker."""
     with _told_apart():
         return trace(case_of(found.name, found.asked, found.target).make(), schedule)[0]
 
@@ -404,13 +404,13 @@ def cores() -> int:
 
 
 def schedule_of(fault: Fault) -> Schedule:
-    """The schedule that shows it."""
+    """The schedule that shows the fault."""
     resident = resident_of(fault.resident)
     return Schedule(fault.strategy, fault.seed, resident, fault.weak, fault.fine, fault.target, fault.waive)
 
 
 def resident_of(word: str) -> int | str | None:
-    """As `Schedule` takes it. Raises ValueError."""
+    """Parses `resident` of a Schedule. Raises ValueError."""
     if word in ("all", "None"):
         return None
     if word == "varying" or (word.isdecimal() and int(word) > 0):
@@ -419,7 +419,7 @@ def resident_of(word: str) -> int | str | None:
 
 
 class Pool:
-    """Worker processes, started when they are needed."""
+    """Worker processes, started on demand."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -428,14 +428,14 @@ class Pool:
         self.start()
 
     def start(self) -> None:
-        """Anew, where a worker died."""
+        """Start the workers; called again after a worker died."""
         self._executor = ProcessPoolExecutor(self.workers, self._context, initializer=_begin)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         return self._executor.submit(function, *arguments)
 
     def close(self, now: bool) -> None:
-        """End the workers; `now`: without waiting for what they do."""
+        """Stop the workers; `now`: without waiting for running tasks."""
         children = multiprocessing.active_children() if now else []
         self._executor.shutdown(wait=not now, cancel_futures=True)
         for child in children:
@@ -444,7 +444,7 @@ class Pool:
 
 @contextmanager
 def pool(workers: int) -> Iterator[Pool]:
-    """Workers; ended at once where the body raises."""
+    """A pool of workers; stopped at once if the body raises."""
     made = Pool(workers)
     try:
         yield made
@@ -456,7 +456,7 @@ def pool(workers: int) -> Iterator[Pool]:
 
 def _begin() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the workers
     torch.set_num_threads(1)
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)  # collecting every 700 objects took a tenth of the time
@@ -464,7 +464,7 @@ def _begin() -> None:
 
 
 def _end_with_the_parent() -> None:
-    """A parent that is killed ends no worker: they would finish their case and then wait for the next for ever."""
+    """Exit when the parent exits: a killed parent stops no worker, and they would wait for the next case forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -473,7 +473,7 @@ def _end_with_the_parent() -> None:
 
 @contextmanager
 def _told_apart() -> Iterator[None]:
-    """Turns what the simulator refuses into BadInput, and what the user's code raises into UserError."""
+    """Converts errors of the simulator to BadInput, and exceptions of the user's code to UserError."""
     try:
         yield
     except UnsupportedKernel as error:
@@ -494,7 +494,7 @@ def _raised_by_us(error: BaseException) -> bool:
 
 
 def _users_line(error: BaseException) -> str:
-    """Where the user's code stood."""
+    """The last line of the user's code in the traceback."""
     stood = "its start"
     for frame in traceback.extract_tb(error.__traceback__):
         if not frame.filename.startswith((*OWN, "<frozen")) and "site-packages" not in frame.filename:
@@ -503,10 +503,10 @@ def _users_line(error: BaseException) -> str:
 
 
 def _users_traceback(error: BaseException) -> str:
-    """From the user's first line on: what called it is ours."""
+    """The traceback without our own frames before the user's first line."""
     at = error.__traceback__
     while at is not None and at.tb_frame.f_code.co_filename.startswith((*OWN, "<frozen importlib")):
         at = at.tb_next
-    if at is None and isinstance(error, SyntaxError):  # it names file and line itself
+    if at is None and isinstance(error, SyntaxError):  # its message has file and line
         return "".join(traceback.format_exception_only(error))
     return "".join(traceback.format_exception(type(error), error, at or error.__traceback__))

@@ -1,10 +1,10 @@
-"""What execution cannot tell is read off the code compiled for GPUs: registers, widths, matrix units, pipelines.
+"""Checks compiled code for properties that running it cannot show: registers, vector widths, matrix units, pipelines.
 
     reports = check_cases([CompileCase("kernel", "sm_90", case)])   # no GPU needed
     print(*(f for r in reports for f in r.findings))
 
-Memory order is judged for targets whose code fusedtp.sim.ptx does not run (ordering.py). A rule is one function, whose
-docstring has its reason and where that is from: `RULES`. fusedtp.checks.lint has the library's own kernels as cases.
+Memory order is also checked, but only for targets that fusedtp.sim.ptx does not run (ordering.py). Each rule in `RULES`
+is one function; its docstring gives the reason and the source. fusedtp.checks.lint has cases for the library's kernels.
 """
 
 from fusedtp.targets import TARGETS, Target, target

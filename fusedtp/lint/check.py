@@ -1,4 +1,4 @@
-"""From cases to reports: compile, judge by all rules that apply to the target, print."""
+"""Compiles cases, applies all rules of the target, and prints the reports."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ ORDERING: tuple[Rule, ...] = (ordering.barriers, ordering.system_scope, ordering
 
 @dataclass(frozen=True)
 class Report:
-    """One compilation, judged. `key` names it: target/kernel/configuration.
+    """The result of checking one compilation. `key` is its name: target/kernel/configuration.
 
-    registers        of a thread
-    spills           registers that went to memory: instructions of the SASS, or what amdgcn's metadata count
-    shared_bytes     of a program
-    occupancy        programs that one SM or CU holds, see Target.occupancy
+    registers        per thread
+    spills           spilled registers: number of instructions in the SASS, or the count in amdgcn's metadata
+    shared_bytes     per program
+    occupancy        programs that fit on one SM or CU, see Target.occupancy
     """
 
     key: str
@@ -53,12 +53,12 @@ class Report:
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """Names of the rules it breaks."""
+        """Names of the broken rules."""
         return tuple(sorted({finding.rule for finding in self.findings}))
 
 
 def judge(made: Compiled) -> Report:
-    """All rules over one compilation."""
+    """Apply all rules to one compilation."""
     rules = RULES if made.target.name in ordering.EXECUTED else RULES + ORDERING
     findings = dict.fromkeys(finding for rule in rules for finding in rule(made))
     case, used = made.case, resources.resources(made)
@@ -78,18 +78,18 @@ def judge(made: Compiled) -> Report:
 
 
 def check_case(case: CompileCase) -> list[Report]:
-    """Compiles in this process and judges; several reports only where the case launches several kernels."""
+    """Compile and check a case in this process; several reports only if the case launches several kernels."""
     return [judge(made) for made in compiled(case)]
 
 
 def check_cases(
     cases: Sequence[CompileCase], *, workers: int = 0, done: Callable[[Report], None] | None = None
 ) -> list[Report]:
-    """Compile and judge cases in clean processes; reports in their order.
+    """Compile and check cases in fresh processes; the reports are in the order of the cases.
 
-    workers   processes, which need not be told that this one interprets; 0: as many as cores, at most four
-    done      called with each report as it is ready
-    Raises ValueError for an unknown target; CompileError for a kernel that the compiler refuses, after all others.
+    workers   number of processes; they compile even if this process interprets; 0: number of cores, at most four
+    done      called with each report when it is ready
+    Raises ValueError for an unknown target. If the compiler refuses a kernel, raises CompileError after all others ran.
     """
     for case in cases:
         target(case.target)
@@ -116,7 +116,7 @@ def check_cases(
 
 
 def _compiles() -> None:
-    """A process that interprets cannot compile; this one is asked before anything imports a kernel."""
+    """Runs in a new process before it imports any kernel: a process that interprets cannot compile."""
     os.environ.pop("TRITON_INTERPRET", None)
 
 

@@ -1,6 +1,6 @@
-"""Compiles kernels for GPUs that need not be here, and keeps what the rules read.
+"""Compiles kernels for GPUs that need not be present, and keeps the intermediate files that the rules read.
 
-made = compiled(CompileCase("kernel", "sm_90", launch))   # one of each kernel and specialisation
+made = compiled(CompileCase("kernel", "sm_90", launch))   # one per kernel and specialization
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .listing import AMD, PTX, Listing, Source
 
 @dataclass(frozen=True)
 class CompileCase:
-    """One compilation, or one of each kernel that a case of the simulator launches.
+    """One compilation, or one for each kernel that a case of the simulator launches.
 
-    kernel        its name, or the case's
-    target        a name of TARGETS
-    make          a launch; or a case or run of the simulator, where what two ranks reach is shared
-    config        what tells this case from others of the kernel; with kernel and target it names the report
-    aligned_rows  whether every row in memory that ranks share begins at a multiple of 16 bytes, and so moves 16 bytes
-                  at a time
+    kernel        name of the kernel, or of the case
+    target        a name in TARGETS
+    make          returns a launch; or a case or run of the simulator, in which memory that two ranks reach is shared
+    config        distinguishes the cases of a kernel; with kernel and target it names the report
+    aligned_rows  whether every row in shared memory of the ranks begins at a multiple of 16 bytes, so that 16-byte
+                  accesses are required
     """
 
     kernel: str
@@ -45,17 +45,17 @@ class CompileCase:
 
 
 class CompileError(RuntimeError):
-    """A kernel that the compiler refuses; the message holds its traceback."""
+    """The compiler refuses a kernel; the message contains its traceback."""
 
 
 @dataclass
 class Compiled:
-    """What one compilation gave.
+    """The result of one compilation.
 
-    case     what was asked for
+    case     the case that was compiled
     files    "ttir", "ttgir" and "ptx" or "amdgcn" -> text
-    usage    what the assembler says of registers, stack and spills (NVIDIA)
-    shared   arguments through which the kernel reaches memory that other ranks reach too
+    usage    the assembler's report on registers, stack and spills (NVIDIA)
+    shared   arguments that point to memory that other ranks access too
     """
 
     case: CompileCase
@@ -83,7 +83,7 @@ class Compiled:
 
 
 def compiled(case: CompileCase) -> list[Compiled]:
-    """Compiles in this process, which must not interpret. Raises CompileError; ValueError for an unknown target."""
+    """Compile a case in this process, which must not interpret. Raises CompileError; ValueError for unknown targets."""
     chosen = target(case.target)
     try:
         with environment():
@@ -122,7 +122,7 @@ def _compiled(case: CompileCase, chosen: Target) -> list[Compiled]:
 
 
 def _launches(made: Launch | Run | Case) -> list[tuple[Launch, tuple[str, ...]]]:
-    """Launches, each with its shared arguments: those in memory of all ranks, or that two ranks were given."""
+    """Launches with the names of their shared arguments: in memory of all ranks, or passed on two ranks."""
     if isinstance(made, Launch):
         return [(made, ())]
     run = plain(made.make() if isinstance(made, Case) else made)
@@ -145,7 +145,7 @@ def _tensors(launch: Launch) -> list[tuple[str, torch.Tensor]]:
 
 
 def _usage(cubin: bytes) -> str:
-    """What the assembler says of registers and local memory; of each instruction that spills, its text."""
+    """The assembler's report on registers and local memory, with the text of each spilling instruction."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -1,10 +1,10 @@
-"""What rules read: a kernel's TTIR, where its source still shows, and the compiled code, PTX or amdgcn.
+"""Parses the inputs of the rules: a kernel's TTIR, which is close to its source, and its PTX or amdgcn.
 
-    Source     operations, what their operands are computed from, the loops around them, and which addresses are peers'
-    Listing    instructions in blocks, the loops around them, and the source line of each
+    Source     operations with their data flow, their loops, and whether their addresses are peers'
+    Listing    instructions in blocks, with their loops and source lines
 
-Both know an operation by its `Frames`, so that a rule asks the source what a line means and the code how it runs.
-MLIR's printed form is the same from Triton 3.6 to 3.9 in all of this; its Python bindings are not.
+Both identify an operation by its `Frames`, so a rule can match an operation of the source with its compiled code. The
+parts of MLIR's printed form used here are the same from Triton 3.6 to 3.9; its Python bindings are not.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ DOTS = ("tt.dot", "tt.dot_scaled")
 
 @dataclass(eq=False)
 class Value:
-    """An SSA value: `op` defines it, or it is an argument. sources: what it is computed from, through loops too."""
+    """An SSA value: defined by `op`, or an argument. sources: the values it is computed from, also through loops."""
 
     op: Op | None = None
     sources: list[Value] = field(default_factory=list)
-    label: str = ""  # of an argument of the kernel: its name in the source
+    label: str = ""  # for an argument of the kernel: its name in the source
 
 
 @dataclass(eq=False)
@@ -44,12 +44,12 @@ class Op:
     frames: Frames
     operands: list[Value]
     results: list[Value]
-    arguments: list[Value] = field(default_factory=list)  # what goes round a loop
-    passed: list[Value] = field(default_factory=list)  # to the body of an scf.while
+    arguments: list[Value] = field(default_factory=list)  # loop-carried values
+    passed: list[Value] = field(default_factory=list)  # values passed to the body of an scf.while
 
     @property
     def loops(self) -> list[Op]:
-        """The loops that hold it, the innermost first."""
+        """The enclosing loops, the innermost first."""
         above = [self.parent] if self.parent else []
         while above and above[-1].parent:
             above.append(above[-1].parent)
@@ -57,14 +57,14 @@ class Op:
 
     @property
     def order(self) -> tuple[bool, bool, bool]:
-        """Of an atomic: whether it acquires, whether it releases, whether at system scope."""
+        """For an atomic: whether it acquires, whether it releases, whether its scope is the system."""
         words = set(re.findall(r"\w+", _VALUE.sub("", self.text)))
         both = "acq_rel" in words
         return both or "acquire" in words, both or "release" in words, "sys" in words
 
 
 def behind(value: Value, stop: tuple[str, ...] = ()) -> list[Value]:
-    """`value` and all it is computed from; what operations of the names in `stop` were given is left out."""
+    """`value` and all values it is computed from; does not go past operations named in `stop`."""
     seen: dict[int, Value] = {}
     todo = [value]
     while todo:
@@ -77,7 +77,7 @@ def behind(value: Value, stop: tuple[str, ...] = ()) -> list[Value]:
 
 
 class Source:
-    """TTIR. shared: arguments through which the kernel reaches memory that other ranks reach too."""
+    """Parsed TTIR. shared: arguments that point to memory that other ranks access too."""
 
     def __init__(self, text: str, shared: tuple[str, ...] = ()) -> None:
         self.shared = shared
@@ -94,7 +94,7 @@ class Source:
         return [op for op in self.ops if op.name in names]
 
     def peers(self, op: Op) -> bool:
-        """Whether another rank reaches this operation's address: it was read from memory, or an argument is shared."""
+        """Whether the operation's address may be a peer's: it was read from memory, or comes from a shared argument."""
         reads = (*LOADS, *ATOMICS)
         for value in behind(op.operands[0], reads) if op.operands else ():
             if value.label and value.label.partition(".")[0] in self.shared:
@@ -169,7 +169,7 @@ class Source:
         if m := re.match(r'"([^"]*)":(\d+):\d+', text):
             return ((m[1], int(m[2])),)
         if m := re.match(r'"[^"]*"\((.*)\)$', text) or re.match(r"fused.*?\[(.*?)[,\]]", text):
-            return self._frames(m[1].strip())  # a name around a location, or the first of several
+            return self._frames(m[1].strip())  # a named location, or the first of several
         return ()
 
 
@@ -178,16 +178,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Dialect:
-    """Patterns, matched against an instruction without its predicate."""
+    """Patterns that are matched against an instruction without its predicate."""
 
     barrier: str
-    store: str  # to global memory, by ordinary stores
-    load: str  # from global memory, by ordinary loads and asynchronous copies
+    store: str  # ordinary stores to global memory
+    load: str  # ordinary loads and asynchronous copies from global memory
     release: str
     acquire: str
-    system: str  # within the text of either: at system scope
+    system: str  # searched in a release or acquire: system scope
     branch: str  # group 1: the label
-    leaves: str  # nothing follows it
+    leaves: str  # does not fall through
     comment: str
 
 
@@ -232,7 +232,7 @@ class Instruction:
 
 @dataclass
 class Block:
-    """loop: of the loops around it, the innermost one's header."""
+    """loop: header of the innermost enclosing loop."""
 
     instructions: list[Instruction] = field(default_factory=list)
     successors: list[int] = field(default_factory=list)
@@ -241,12 +241,12 @@ class Block:
 
 
 class Listing:
-    """PTX or amdgcn as a control flow graph. Loops are those that LLVM names in comments on its blocks."""
+    """PTX or amdgcn as a control flow graph. Loops are taken from LLVM's comments on blocks."""
 
     def __init__(self, text: str, dialect: Dialect) -> None:
         self.dialect = dialect
         self.blocks = [Block()]
-        self.parents: dict[str, str] = {}  # header of a loop -> that of the loop around it
+        self.parents: dict[str, str] = {}  # header of a loop -> header of the enclosing loop
         self._lines = text.splitlines()
         files = (m for line in self._lines if (m := _FILE.match(line.strip())))
         self._files = {m[1]: f"{m[2]}/{m[3]}" if m[3] else m[2] for m in files}
@@ -264,19 +264,19 @@ class Listing:
         return [one for one in self.instructions if one.matches(pattern)]
 
     def of(self, op: Op, pattern: str) -> list[Instruction]:
-        """Instructions that an operation became. PTX keeps the innermost two calls of a line at most."""
+        """The compiled instructions of an operation. PTX keeps at most the two innermost frames of a line."""
         ends = (op.frames[:n] for n in range(1, len(op.frames) + 1))
         return [one for end in ends for one in self._places.get(end, ()) if one.matches(pattern)]
 
     def loops(self, one: Instruction) -> list[str]:
-        """Headers of the loops around an instruction, the innermost first, and "" for the kernel."""
+        """Headers of the loops around an instruction, the innermost first, then "" for the kernel."""
         found = [self.blocks[one.block].loop]
         while found[-1]:
             found.append(self.parents.get(found[-1], ""))
         return found
 
     def ahead(self, one: Instruction, loop: str) -> bool:
-        """Whether the same line of the source runs ahead of a loop, in the loop around that: as pipeliners leave it."""
+        """Whether a load of the same source line occurs before a loop, in its enclosing loop, as pipeliners emit it."""
         first = next(k for k, block in enumerate(self.blocks) if block.label == loop)
         return any(
             other.block < first and self.blocks[other.block].loop == self.parents.get(loop, "")
@@ -286,7 +286,7 @@ class Listing:
 
     def _parse(self) -> None:
         frames: Frames = ()
-        inline = False  # within inline assembly LLVM counts the `.loc` up: the one ahead of it holds for all of it
+        inline = False  # LLVM increments `.loc` within inline assembly: keep the one before it
         labels: dict[str, int] = {}
         jumps: list[tuple[int, str]] = []
         for number, raw in enumerate(self._lines, 1):
@@ -302,7 +302,7 @@ class Listing:
             if m or comment.startswith(" %bb."):
                 if self.blocks[-1].instructions:
                     self._begin(True)
-                if not m or m[1].startswith("BB"):  # else a label of inline assembly: the loop goes on
+                if not m or m[1].startswith("BB"):  # otherwise a label of inline assembly: the loop continues
                     self.blocks[-1].loop = ""
             if m:
                 self.blocks[-1].label = self.blocks[-1].label or m[1]
@@ -331,7 +331,7 @@ class Listing:
         self.blocks.append(Block(loop=self.blocks[-1].loop))
 
     def _loop(self, comment: str) -> None:
-        """`in Loop: Header=BB0_6 Depth=1`; of a header the `Parent Loop BB0_6 Depth=1`s, then `=> This Loop Header`."""
+        """`in Loop: Header=BB0_6 Depth=1`; for a header, `Parent Loop BB0_6 Depth=1`s, then `=> This Loop Header`."""
         block = self.blocks[-1]
         if block.instructions:
             return
@@ -341,7 +341,7 @@ class Listing:
             self.parents[block.label], block.loop = block.loop, block.label
 
     def _place(self, directive: str) -> Frames:
-        """The source lines of a `.loc`; () where it names none."""
+        """The source lines of a `.loc`; () if it names none."""
         m = _LOC.match(directive)
         if m is None or m[2] == "0":
             return ()
@@ -359,8 +359,8 @@ class Listing:
 class Finding:
     """A broken rule.
 
-    line     the offending line of the compiled code, or of the TTIR
-    frames   where it comes from: (file, line) of the source, the innermost call first
+    line     the offending line of the compiled code or the TTIR
+    frames   its source location: (file, line), the innermost call first
     """
 
     rule: str

@@ -1,7 +1,7 @@
-"""Rules of memory order for the targets whose code is not executed: what the compiler may have lost or moved there.
+"""Rules on memory order for targets whose code is not executed: finds orders that the compiler lost or moved.
 
-Orders and scopes that the source itself lacks show where the same kernel runs as compiled for sm_80 and sm_90. Here
-are the laws that each target's compiler has to keep.
+If the source itself lacks an order or a scope, running the code for sm_80 and sm_90 shows it. The rules here check that
+the compiler of each target preserves the orders of the source.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ EXECUTED = ("sm_80", "sm_90")  # by fusedtp.sim.ptx
 
 
 def barriers(made: Compiled) -> Iterator[Finding]:
-    """Only the thread that releases or acquires is ordered by it: a block barrier stands between it and the others.
+    """A block barrier separates stores from a release, and an acquire from loads, on every path.
 
-    Between stores and a release, and between an acquire and loads, on every path. Source: PTX ISA, Memory Consistency
-    Model, "Release and Acquire Patterns"; triton-lang/triton PRs 10816, 10415, 11591: the compiler puts no barrier
-    before a release before 3.9.
+    A release or acquire orders only the thread that executes it; the barrier extends it to the block. Source: PTX ISA,
+    Memory Consistency Model, "Release and Acquire Patterns"; triton-lang/triton PRs 10816, 10415, 11591: before 3.9,
+    the compiler inserts no barrier before a release.
     """
     of = made.listing.dialect
     for store, release in pending(made.listing, of.store, of.barrier, of.release):
@@ -32,7 +32,7 @@ def barriers(made: Compiled) -> Iterator[Finding]:
 
 
 def system_scope(made: Compiled) -> Iterator[Finding]:
-    """What the source orders at system scope, the compiled code does.
+    """If the source acquires or releases at system scope, so does the compiled code.
 
     Source: PTX ISA, Memory Consistency Model, "Scope"; LLVM AMDGPU memory model gfx942 (buffer_wbl2 and buffer_inv
     sc0 sc1).
@@ -47,10 +47,10 @@ def system_scope(made: Compiled) -> Iterator[Finding]:
 
 
 def gated_load(made: Compiled) -> Iterator[Finding]:
-    """Every copy of what a peer writes comes after the acquire that gates it.
+    """Every load of data that a peer writes comes after the acquire that guards it.
 
-    The compiler's pipeliner issues loads of later iterations early, across an acquire in the same loop: then the load
-    stands ahead of the loop as well. Source: triton-lang/triton, software pipeliner (num_stages), which orders loads by
+    The compiler's pipeliner may issue loads of later iterations early, across an acquire in the same loop; then the
+    load also occurs before the loop. Source: triton-lang/triton, software pipeliner (num_stages), which orders loads by
     data flow only.
     """
     source, listing = made.source, made.listing
@@ -69,8 +69,8 @@ def gated_load(made: Compiled) -> Iterator[Finding]:
 
 
 def pending(listing: Listing, what: str, cleared_by: str, at: str) -> list[tuple[Instruction, Instruction]]:
-    """Pairs (first, then): on some path `then`, matching `at`, follows `first`, matching `what`, with nothing that
-    matches `cleared_by` between them. One `first` for each `then`.
+    """Pairs (first, then) of instructions: on some path, `then` (matches `at`) follows `first` (matches `what`), and no
+    instruction between them matches `cleared_by`. One `first` for each `then`.
     """
     found: dict[int, tuple[Instruction, Instruction]] = {}
     entry: list[Instruction | None] = [None] * len(listing.blocks)

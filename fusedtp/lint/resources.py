@@ -1,4 +1,4 @@
-"""Rules of what a kernel uses of a multiprocessor: registers, shared memory, room for a program."""
+"""Rules on a kernel's resource usage: registers, shared memory, occupancy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .listing import Finding
 
 @dataclass(frozen=True)
 class Resources:
-    """Registers of a thread, and how many of them went to memory; bytes of stack and of memory for them."""
+    """Registers per thread, spilled registers, and bytes of stack and local memory."""
 
     registers: int
     spills: int
@@ -22,7 +22,7 @@ class Resources:
 
 
 def resources(made: Compiled) -> Resources:
-    """From cuobjdump's -res-usage and the SASS, or from amdgcn's own remarks."""
+    """Reads the resource usage from cuobjdump's -res-usage and the SASS, or from the remarks in amdgcn."""
     if made.target.backend == "cuda":
         figure = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", made.usage)}
         spills = len(re.findall(r"\b(?:STL|LDL)\b", made.usage))
@@ -40,8 +40,8 @@ def resources(made: Compiled) -> Resources:
 
 
 def spills(made: Compiled) -> Iterator[Finding]:
-    """No register goes to memory. (AMD's scalar registers may go to lanes of vector registers, which is no memory,
-    though some stack is set aside for it.)
+    """No register is spilled to memory. (AMD's scalar registers may be spilled to lanes of vector registers. That is
+    allowed, although some stack is reserved for it.)
 
     Source: ptxas' stack and local memory, STL and LDL in the SASS; amdgcn's .vgpr_spill_count and scratch_store,
     scratch_load.
@@ -64,16 +64,16 @@ def shared_memory(made: Compiled) -> Iterator[Finding]:
 
 
 def programs(made: Compiled) -> int:
-    """How many programs a multiprocessor holds."""
+    """The number of programs that fit on a multiprocessor."""
     used = resources(made)
     return made.target.occupancy(used.registers, made.shared_bytes, made.num_warps, made.tensor_columns)
 
 
 def occupancy(made: Compiled) -> Iterator[Finding]:
-    """A multiprocessor has registers and shared memory for one program or more.
+    """A multiprocessor has enough registers and shared memory for at least one program.
 
-    The grids of kernels that communicate count on one program a multiprocessor, and no more: later programs start when
-    earlier ones end. Source: Target.occupancy; fusedtp.ops.launch.config, gather_programs.
+    The grids of communicating kernels assume exactly one program per multiprocessor; later programs start when earlier
+    ones end. Source: Target.occupancy; fusedtp.ops.launch.config, gather_programs.
     """
     if not programs(made):
         said = (

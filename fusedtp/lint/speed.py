@@ -1,4 +1,4 @@
-"""Rules of how fast a kernel moves and multiplies, which no run on a CPU can tell: widths, matrix units, pipelines."""
+"""Rules on the speed of loads and matmuls, which a run on a CPU cannot show: vector widths, matrix units, pipelines."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LOOP = re.compile(r"scf\.for [^\n]*?iter_args\([^\n]*?\) -> \(([^\n]*?)\)\s*: i
 
 
 def vector_width(made: Compiled) -> Iterator[Finding]:
-    """A thread loads and stores a peer's slot 16 bytes at a time where every row begins at a multiple of 16 bytes.
+    """Loads and stores of a peer's slot move 16 bytes per thread if every row begins at a multiple of 16 bytes.
 
-    tl.multiple_of must stand after the cast to a pointer: on an integer before the cast the hint is lost.
+    tl.multiple_of must come after the cast to a pointer: a hint on an integer before the cast is lost.
     Source: CUDA C++ Best Practices Guide, "Coalesced Access to Global Memory"; PTX ISA, ld, st and cp.async.
     """
     if made.target.backend != "cuda" or not made.case.aligned_rows:
@@ -42,18 +42,18 @@ def vector_width(made: Compiled) -> Iterator[Finding]:
 
 
 def exchanged(made: Compiled) -> list[Op]:
-    """Loads and stores of tiles in memory that ranks share. TMA's copies are not among them: they have no width."""
+    """Loads and stores of tiles in memory that ranks share, without TMA copies, which have no vector width."""
     ops = made.source.named("tt.load", "tt.store")
     return [op for op in ops if _POINTERS.search(op.text) and made.source.peers(op)]
 
 
 def moves(made: Compiled, op: Op) -> list[Instruction]:
-    """The instructions of a load or store by pointers."""
+    """The compiled instructions of a load or store by pointers."""
     return made.listing.of(op, r"st\.\S*global" if op.name == "tt.store" else r"ld\.\S*global|cp\.async\.c[ag]\.")
 
 
 def width(one: Instruction) -> int:
-    """Bytes that one instruction moves."""
+    """Bytes that one instruction moves per thread."""
     if one.text.startswith("cp.async"):
         return int(re.findall(r"(?:0x)?[0-9a-f]+", one.text.split("],")[-1])[0], 0)
     vector, bits = re.search(r"(?:\.v(\d))?\.[a-z](\d+)\s", one.text).groups()  # type: ignore[union-attr]
@@ -64,11 +64,11 @@ def width(one: Instruction) -> int:
 
 
 def tensor_core(made: Compiled) -> Iterator[Finding]:
-    """A product of 16-bit (or TF32) operands runs on the target's best matrix unit that the tile's shape allows.
+    """A matmul of 16-bit (or TF32) operands runs on the best matrix unit of the target that supports the tile shape.
 
-    wgmma and tcgen05 take 64 rows or more, smaller tiles mma.sync. Full-precision fp32 (`ieee`) has no such unit, but
-    operands must not be widened to it. Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate",
-    "TensorCore 5th Generation"; CDNA3 ISA, MFMA.
+    wgmma and tcgen05 require at least 64 rows; smaller tiles use mma.sync. Full-precision fp32 (`ieee`) has no matrix
+    unit, but 16-bit operands must not be widened to it. Source: PTX ISA, "Asynchronous Warpgroup Level Matrix
+    Multiply-Accumulate", "TensorCore 5th Generation"; CDNA3 ISA, MFMA.
     """
     for op in made.source.named(*DOTS):
         types = _TENSOR.findall(op.text.split(" : ")[-1])
@@ -89,23 +89,24 @@ def tensor_core(made: Compiled) -> Iterator[Finding]:
 
 
 def _widened(operand: Value) -> bool:
-    """Whether an operand was made by widening a 16-bit tile."""
+    """Whether an operand is a widened 16-bit tile."""
     makers = (v.op.text for v in behind(operand, ("tt.load", "tt.dot", "arith.extf")) if v.op)
     return any("arith.extf" in text and re.search(r"x(bf16|f16)\b.* to tensor<", text) for text in makers)
 
 
 def pipelined(made: Compiled) -> Iterator[Finding]:
-    """A matmul's loads are software-pipelined: copies of later iterations are in flight while this one multiplies.
+    """The loads of a matmul are software-pipelined: copies for later iterations are in flight during the matmul.
 
-    They are asynchronous (cp.async; TMA for descriptors; on AMD loads into registers), and some are issued ahead of
-    the loop. An acquire or a barrier in the loop turns that off. A loop that asks to be warp-specialised is: then warps
-    of their own copy. Source: triton-lang/triton, software pipeliner; PTX ISA, "Asynchronous copy".
+    The copies are asynchronous (cp.async; TMA for descriptors; on AMD loads into registers), and some are issued before
+    the loop. An acquire or a barrier in the loop disables pipelining. A loop that requests warp specialization must be
+    warp-specialized: then separate warps copy. Source: triton-lang/triton, software pipeliner; PTX ISA, "Asynchronous
+    copy".
     """
     source, listing = made.source, made.listing
     specialised = "ttg.warp_specialize" in made.files["ttgir"]
     if "{tt.warp_specialize" in made.files["ttir"] and made.target.backend == "cuda" and not specialised:
         yield Finding("pipelined", "a loop that asks to be warp-specialised is not")
-    products: dict[int, set[str]] = {}  # loop of the source -> loops of the code that multiply for it
+    products: dict[int, set[str]] = {}  # loop of the source -> compiled loops with its matmuls
     for op in source.named(*DOTS):
         if op.loops:
             ones = listing.of(op, PRODUCTS)
@@ -129,11 +130,11 @@ def pipelined(made: Compiled) -> Iterator[Finding]:
 
 
 def carried(made: Compiled) -> Iterator[Finding]:
-    """Numbers that a loop of the source carries from round to round are carried in the compiled code too.
+    """Loop-carried scalars of the source are loop-carried in the compiled code too.
 
-    Triton 3.6 takes for dead what nothing but the bounds of an inner loop depends on, and puts its first value in its
-    place (pass tritongpu-remove-layout-conversions). Where that is the next item of a list that programs share, all
-    work is still done, by fewer of them. Loops that carry tiles are not compared: pipelining adds counters to them.
+    Triton 3.6 treats a scalar as dead if only the bounds of an inner loop depend on it, and replaces it by its first
+    value (pass tritongpu-remove-layout-conversions). If the scalar is the next item of a work list that programs share,
+    all work is still done, but by fewer programs. Loops that carry tiles are not compared: pipelining adds counters.
     """
     before, after = (_carried_by_loops(made.files[kind]) for kind in ("ttir", "ttgir"))
     if after < before:
@@ -144,6 +145,6 @@ def carried(made: Compiled) -> Iterator[Finding]:
 def _carried_by_loops(text: str) -> int:
     found = 0
     for types in _LOOP.findall(text):
-        if "<" not in types:  # neither tiles nor what they are copied through
+        if "<" not in types:  # neither tiles nor the buffers for their copies
             found += types.count(",") + 1
     return found

@@ -1,6 +1,6 @@
-"""Simulated ranks: schedules of a multi-rank Triton kernel on one CPU, with its races and deadlocks found.
+"""Runs multi-rank Triton kernels on simulated ranks on one CPU, and finds their races and deadlocks.
 
-What Triton compiles of a kernel runs (ptx/), so TRITON_INTERPRET must not be set. See docs/checking-kernels.md.
+It runs the PTX that Triton compiles (ptx/), so TRITON_INTERPRET must not be set. See docs/checking-kernels.md.
 """
 
 from .case import Await, Case, Copy, Launch, Run, Signal, compare

@@ -1,4 +1,4 @@
-"""What to simulate: launches of every rank, the memory they share, and what must come out."""
+"""What to simulate: the launches of every rank, the memory they share, and a check of the result."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .memory import Map, Memory
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel on a stream of a rank.
+    """A kernel launch on a stream of a rank.
 
-    kernel    of triton.jit, under triton.autotune and triton.heuristics or not
+    kernel    a triton.jit function, optionally wrapped by triton.autotune and triton.heuristics
     grid      1 to 3 numbers, or a function of the arguments that returns them
-    args      by name, tensors on the CPU
-    options   of the compiler (num_warps, num_stages, maxnreg), and launch_cooperative_grid
-    tuned     the config of an autotuned kernel: a triton.Config, or its number; None: every config in turn, a
-              schedule each
-    replace   device function -> what is called in its place, of triton.jit or the language, or None for nothing: for
+    args      arguments by name; tensors are on the CPU
+    options   compiler options (num_warps, num_stages, maxnreg), and launch_cooperative_grid
+    tuned     the config of an autotuned kernel: a triton.Config or its index; None: cycle through all configs, one
+              per schedule
+    replace   device function -> its replacement (a triton.jit or language function), or None to drop the call; for
               external libraries, which do not exist on a CPU (nvshmem.py has some bodies)
     """
 
@@ -48,20 +48,20 @@ class Launch:
 
 
 def name_of(kernel: Any) -> str:
-    """Of a kernel, decorated by autotune, heuristics and their like or not."""
+    """The name of a kernel, with or without decorators such as autotune and heuristics."""
     while not hasattr(kernel, "__name__") and inside(kernel) is not None:
         kernel = inside(kernel)
     return str(getattr(kernel, "__name__", "kernel"))
 
 
 def inside(kernel: Any) -> Any:
-    """What a decorator wraps, or None. jit_func: of torch's requires_nvshmem."""
+    """The function that a decorator wraps, or None. jit_func is an attribute of torch's requires_nvshmem."""
     return getattr(kernel, "fn", None) or getattr(kernel, "jit_func", None)
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy by a copy engine, in `pieces` that land one after another. Tensors of one shape, contiguous."""
+    """A copy by a copy engine, in `pieces` that land one after another. Both tensors: same shape, contiguous."""
 
     dst: Tensor
     src: Tensor
@@ -71,20 +71,20 @@ class Copy:
 
 @dataclass(frozen=True)
 class Signal:
-    """A flag written by the stream, at system scope, after all that came before it there."""
+    """The stream writes a flag at system scope, after all earlier work of the stream."""
 
     flag: Tensor  # one element of an int32 or int64 tensor, as a view
     value: int
     stream: str = "0"
-    fence: bool = True  # whether that is released by it; False: CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER
+    fence: bool = True  # the write releases that work; False: CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER
 
 
 @dataclass(frozen=True)
 class Await:
-    """The stream waits until the flag compares so with `value`, and acquires.
+    """The stream waits until the flag satisfies the comparison `by` with `value`, then acquires.
 
-    by   ">=" in arithmetic that wraps, "==", "!=", "&" (a common bit) or "nor" (some bit in neither): CUDA Driver API,
-         CUstreamWaitValue_flags, and its opposite of EQ
+    by   ">=" (wrapping arithmetic), "==", "&" (a common bit) or "nor" (some bit set in neither), as in the CUDA
+         Driver API's CUstreamWaitValue_flags; also "!="
     """
 
     flag: Tensor
@@ -97,7 +97,7 @@ class Await:
             raise ValueError(f"a wait by {self.by!r}; it must be one of {', '.join(COMPARED)}")
 
     def over(self, seen: int) -> bool:
-        """Whether the wait ends at this value."""
+        """Whether this value ends the wait."""
         bits = 8 * self.flag.element_size()
         return COMPARED[self.by](seen % (1 << bits), self.value % (1 << bits), bits)
 
@@ -117,12 +117,12 @@ Work = Launch | Copy | Signal | Await
 class Run:
     """One fresh instance of a case.
 
-    work     one list a rank: what its streams do, in order of issue
-    memory   what kernels reach by address rather than by argument
-    check    called after the schedule; raises or returns mismatches where the result is wrong; True and False are
+    work     one list per rank: the work of its streams, in order of issue
+    memory   memory that kernels reach by address rather than by argument
+    check    called after the schedule; raises or returns mismatches if the result is wrong; True and False are
              refused
-    failures what kernels wrote down of waits that failed, in words: called after the schedule and where one ends with
-             another fault, which may have come of that
+    failures returns the failed waits that kernels recorded, in words; called after the schedule, and also when it
+             ends with another fault, because the failed wait may have caused that fault
     """
 
     work: Sequence[Sequence[Work]]
@@ -132,9 +132,9 @@ class Run:
 
 
 def memory_map(run: Run, more: Iterable[tuple[str, int, Tensor]] = ()) -> Map:
-    """All memory that a run names. Raises ValueError where it has not one tensor a rank, or a copy or flag is amiss.
+    """All memory that a run names. Raises ValueError for a memory without one tensor per rank, a bad copy or flag.
 
-    more   memory that launches allocate for their kernels: name, rank and tensor, which nobody has written yet
+    more   memory that launches allocate for their kernels: name, rank and tensor; not written yet
     """
     found, world_size = Map(), len(run.work)
     for memory in run.memory:
@@ -142,7 +142,7 @@ def memory_map(run: Run, more: Iterable[tuple[str, int, Tensor]] = ()) -> Map:
             raise ValueError(f"memory {memory.name!r} has {len(memory.tensors)} tensors, the world {world_size} ranks")
         for rank, tensor in enumerate(memory.tensors):
             found.add_slice(memory.name, rank, tensor, memory.poisoned)
-        if "_window" in vars(memory):  # somebody asked for its multicast address
+        if "_window" in vars(memory):  # its multicast address was requested
             found.multicasts.append((memory.multicast, memory.nbytes, memory.pointers.tolist()))
     for name, rank, tensor in more:
         found.add_slice(name, rank, tensor, poisoned=True)
@@ -167,10 +167,10 @@ def memory_map(run: Run, more: Iterable[tuple[str, int, Tensor]] = ()) -> Map:
 
 @dataclass(frozen=True)
 class Case:
-    """A named way to make runs. `make()` allocates anew each time and does the same every time.
+    """A named way to make runs. Each call of `make()` allocates new memory and returns the same run.
 
-    Raises ValueError from `explore` if `make` gives a run without `check`: a schedule that compares nothing would
-    prove little.
+    `explore` raises ValueError if `make` returns a run without `check`: a schedule that compares nothing proves
+    little.
     """
 
     name: str
@@ -178,7 +178,7 @@ class Case:
 
 
 def compare(name: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> list[Mismatch]:
-    """Mismatches of every rank's output with its reference, bit for bit (NaN equals NaN)."""
+    """Compares every rank's output with its reference bit for bit (NaN equals NaN); returns the mismatches."""
     found = []
     for rank, (g, w) in enumerate(zip(got, want, strict=True)):
         if g.shape != w.shape or g.dtype != w.dtype:

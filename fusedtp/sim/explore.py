@@ -1,4 +1,4 @@
-"""Run a case under one schedule, under many, or under all with few preemptions, and make a found fault small."""
+"""Runs a case under one schedule, many, or all schedules with few preemptions, and shrinks the fault it finds."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .strategies import DEFAULT, STRATEGIES, Replay, Strategy, Switch
 
 TARGET = "sm_90"  # the default
 SHRINK_SCHEDULES = 8
-SHRINK_SECONDS = 120.0  # that a found fault is made smaller for, at most
-SCHEDULE_SECONDS = 600.0  # that a schedule may take where no limit is given
-compiler_for = lru_cache(Compiler)  # one a target for all schedules of a process: each kernel is compiled once
+SHRINK_SECONDS = 120.0  # at most, to shrink a fault
+SCHEDULE_SECONDS = 600.0  # time limit of one schedule if none is given
+compiler_for = lru_cache(Compiler)  # one per target, shared by all schedules of a process: a kernel is compiled once
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Everything that decides a schedule.
 
-    resident   programs of a rank that are alive at once; None: all; "varying": changes during the run
-    weak       with all late effects: old values of flags (ptx.memory), copies and products that land at their wait
-    fine       a warp at a time, in random order; else the warps of a program in step
-    target     whose compiled code runs, one of ptx.TARGETS
-    waive      names of findings (Fault.name) that the schedule goes past, as hardware would
+    resident   programs of a rank that may be alive at once; None: all; "varying": changes during the run
+    weak       model all late effects: stale values of flags (ptx.memory), async copies and MMAs that land at their wait
+    fine       run one warp at a time, in random order; otherwise the warps of a program run in lockstep
+    target     run the code compiled for this target, one of ptx.TARGETS
+    waive      names of findings (Fault.name) that do not stop the schedule, as hardware would not stop
     """
 
     strategy: str = "random"
@@ -62,7 +62,7 @@ class Schedule:
 
 @dataclass
 class Outcome:
-    """What `explore` did."""
+    """The result of `explore`."""
 
     case: str
     schedules: int = 0
@@ -70,13 +70,13 @@ class Outcome:
     seconds: float = 0.0
     fault: Fault | None = None
     raised: BaseException | None = field(default=None, repr=False)  # by the user's code, with its own traceback
-    late: str = ""  # where a schedule stood that did not end in time; it does not count
-    waived: dict[str, int] = field(default_factory=dict)  # how often each waived finding was met
-    left: int = 0  # of `exhaust`: schedules that its limit left out, and those that they lead to
+    late: str = ""  # where a schedule that ran out of time stopped; that schedule is not counted
+    waived: dict[str, int] = field(default_factory=dict)  # how often each waived finding occurred
+    left: int = 0  # `exhaust` only: schedules skipped because of its limit; each may lead to more
 
     @property
     def passed(self) -> bool:
-        """Some schedule ended, and none showed a fault."""
+        """No schedule showed a fault, and not all of them ran out of time."""
         return self.fault is None and not (self.late and not self.schedules)
 
     def raise_fault(self) -> None:
@@ -90,16 +90,16 @@ def run(
     world_size: int, *, seed: int = 0, resident: int | str | None = None, strategy: str = "random", weak: bool = False,
     fine: bool = False, target: str = TARGET, waive: Sequence[str] = (), memory: Sequence[Memory] = (),
 ) -> int:  # fmt: skip
-    """One schedule of one launch a rank; returns the number of context switches.
+    """Runs one schedule with one launch per rank; returns the number of context switches.
 
         kernel         a triton.jit function
         grid           programs of a rank
-        args_of_rank   rank -> arguments by name, or a list of those; tensors on the CPU
-        memory         what kernels reach through addresses, see `symmetric`
-        resident, strategy, weak, fine, target, waive   as `Schedule` has them
+        args_of_rank   rank -> arguments by name, or a list of them; tensors are on the CPU
+        memory         memory that kernels reach by address, see `symmetric`
+        resident, strategy, weak, fine, target, waive   see `Schedule`
 
     Raises SimulationFault (an AssertionError) for a race, a deadlock, a read of never-written memory or an access
-    outside every allocation; ValueError where ranks' arguments do not fit together; UnsupportedKernel.
+    outside every allocation; ValueError if the arguments of the ranks are inconsistent; UnsupportedKernel.
     """
     given = [args_of_rank(r) for r in range(world_size)] if callable(args_of_rank) else list(args_of_rank)
     if len(given) != world_size:
@@ -110,7 +110,7 @@ def run(
 
 
 def check_arguments(run: Run) -> None:
-    """Launches of one kernel that all ranks make in the same place have the same arguments, of one kind or None.
+    """If all ranks launch a kernel at the same position, its arguments must match: same names, same kinds or None.
 
     Raises ValueError naming the rank.
     """
@@ -130,17 +130,17 @@ def check_arguments(run: Run) -> None:
 
 
 def _kinds(args: dict[str, Any]) -> dict[str, str]:
-    """What a kernel is specialised on: a tensor's dtype, the type of anything else."""
+    """The specialization of a kernel: the dtype of each tensor, the type of any other argument."""
     return {key: str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__ for key, x in args.items()}
 
 
 def run_schedule(run: Run, schedule: Schedule) -> int:
-    """One schedule of a run, its result checked; returns the number of switches. Raises as `run` does."""
+    """Runs one schedule and checks the result; returns the number of switches. Raises as `run` does."""
     return _execute(run, schedule).switches
 
 
 def trace(run: Run, schedule: Schedule) -> tuple[tuple[Moment, ...], Fault | None]:
-    """What every program did in one schedule of a run, up to its end or its fault: what a timeline draws."""
+    """The actions of every program in one schedule, up to its end or its fault, for a timeline."""
     try:
         return tuple(_execute(run, schedule, trace=True).line.trace or ()), None
     except SimulationFault as error:
@@ -151,7 +151,7 @@ def _execute(
     run: Run, schedule: Schedule, strategy: Callable[..., Strategy] | None = None, trace: bool = False,
     waived: dict[str, int] | None = None,
 ) -> Machine:  # fmt: skip
-    """waived: counts findings that are waived."""
+    """waived: receives the number of times each waived finding occurred."""
     run, waived = plain(run, schedule.seed), {} if waived is None else waived
     for name in schedule.waive:
         waived.setdefault(name, 0)
@@ -166,8 +166,8 @@ def _execute(
         if fault is not None and fault.mismatch is not None:
             fault = replace(fault, accesses=machine.line.last_write(fault.mismatch.address))
     except SimulationFault as error:
-        cause = error  # with the way to the kernel's line
-        machine.line.land()  # what a kernel wrote down may be on its way
+        cause = error  # its traceback leads to the kernel's line
+        machine.line.land()  # a failure that a kernel recorded may not be in its tensor yet
         fault = _recorded(run) or error.fault
     if fault is None:
         return machine
@@ -176,18 +176,18 @@ def _execute(
 
 
 def _shown(fault: Fault, schedule: Schedule) -> Fault:
-    """The fault with the schedule that shows it, whose fields it has."""
+    """The fault with the fields of the schedule that shows it."""
     return replace(fault, **{**vars(schedule), "resident": str(schedule.resident)})
 
 
 def _recorded(run: Run) -> Fault | None:
-    """A failure that kernels noticed themselves: what follows it in a schedule comes of it."""
+    """A failure that kernels recorded themselves. It takes precedence: later faults are its consequences."""
     said = run.failures() if run.failures else ()
     return Fault("timed out", "; ".join(said)) if said else None
 
 
 def _wrong(run: Run) -> Fault | None:
-    """The first output that is not the reference."""
+    """The first output that differs from the reference."""
     found = run.check() if run.check else None
     found = () if found is None else found
     if not isinstance(found, list | tuple) or not all(isinstance(each, Mismatch) for each in found):
@@ -200,9 +200,9 @@ def schedules(
     count: int, strategies: Sequence[str] = DEFAULT, *, first_seed: int = 0, residents: Sequence[Any] | None = None,
     target: str = TARGET,
 ) -> Iterator[Schedule]:  # fmt: skip
-    """`count` schedules: strategies in turn; all resident, one, a varying number and two in turn.
+    """`count` schedules that cycle through the strategies, and through residents: all, one, varying, two.
 
-    Three of four are weak and one of three goes warp by warp, in turn for each strategy and residency.
+    Three in four are weak and one in three runs warp by warp, in turn for each strategy and residency.
     """
     residents = (None, 1, "varying", 2) if residents is None else residents
     for i in range(count):
@@ -216,15 +216,15 @@ def explore(
     seconds: float | None = None, first_seed: int = 0, progress: Callable[[int], None] | None = None,
     shrink: bool = True, waive: Sequence[str] = (),
 ) -> Outcome:  # fmt: skip
-    """Many schedules of a case, until one shows a fault.
+    """Runs many schedules of a case until one shows a fault.
 
-    schedules   how many, or which
-    seconds     stop after that long, inside a schedule too; the search for a shorter one may take as long again
+    schedules   the schedules, or their number
+    seconds     time limit, enforced inside a schedule too; shrinking a fault may take as long again
     progress    called with the number of schedules done
-    waive       names of findings (Fault.name) to go past, beside those of the schedules; `waived` counts them
+    waive       names of findings (Fault.name) to ignore, in addition to those of the schedules; `waived` counts them
 
-    An exception of the kernel or of the case itself comes out as a fault with rule "raised" and keeps its traceback
-    in `raised`; UnsupportedKernel and ValueError, which concern the case as a whole, are raised.
+    An exception of the kernel or of the case becomes a fault with rule "raised"; `raised` keeps its traceback.
+    UnsupportedKernel and ValueError concern the case as a whole and are raised.
     """
     begin = time.monotonic()
     outcome = Outcome(case.name)
@@ -255,7 +255,7 @@ _schedules = schedules
 
 
 def _place(error: OutOfTime) -> str:
-    """The kernel's line at which a schedule stood when its time was over, if a machine was running it."""
+    """The kernel's line at which a schedule ran out of time, if a machine was running it."""
     holders = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     sites = [site for each in holders if isinstance(site := getattr(each, "site", None), Site) and site.line > 0]
     return str(sites[-1]) if sites else "before its kernels ran"
@@ -264,7 +264,7 @@ def _place(error: OutOfTime) -> str:
 def attempt(
     case: Case, schedule: Schedule, outcome: Outcome, strategy: Callable[..., Strategy] | None = None
 ) -> Fault | None:
-    """The fault of one schedule, if any; what it cost and what the user's code raised go to `outcome`."""
+    """Runs one schedule; returns its fault, if any. Adds its switches and the user's exception to `outcome`."""
     made = case.make()
     if made.check is None:
         raise ValueError(f"case {case.name!r} has no reference: its Run needs a `check`")
@@ -282,9 +282,9 @@ def attempt(
 
 
 def _shortest(case: Case, fault: Fault, schedule: Schedule, seconds: float) -> Fault:
-    """The same fault with the fewest context switches among some more schedules, with a trace.
+    """Tries some more schedules for the same fault with the fewest context switches, and adds its trace.
 
-    Half of the time is for the search; what it found until then is run again for its trace.
+    The search takes at most half of the time. Then the best schedule runs again to record the trace.
     """
     best, found, alike = schedule, fault, fault.rule == "wrong value"
     try:
@@ -312,10 +312,10 @@ def exhaust(
     case: Case, preemptions: int = 1, *, limit: int = 10_000, resident: int | str | None = None, weak: bool = False,
     target: str = TARGET, waive: Sequence[str] = (),
 ) -> Outcome:  # fmt: skip
-    """Every schedule of a small case that switches away at most `preemptions` times from a program that could go on.
+    """Runs every schedule of a small case that preempts a runnable program at most `preemptions` times.
 
-    Programs switch before what may see others' doing. weak: late effects too, drawn from one seed, not all of them.
-    Stops after `limit` schedules. Source: Musuvathi and Qadeer 2007, "Iterative Context Bounding".
+    Programs switch before any instruction that may observe another program. weak: late effects are drawn from one seed,
+    not enumerated. Stops after `limit` schedules. Source: Musuvathi and Qadeer 2007, "Iterative Context Bounding".
     """
     begin = time.monotonic()
     outcome = Outcome(case.name)

@@ -1,4 +1,4 @@
-"""What the simulator finds: accesses, faults and the errors that carry them."""
+"""The findings of the simulator: accesses, faults and the exceptions that carry them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Site(NamedTuple):
-    """A line of the user's source, and the line of the kernel that led there (the same if the kernel does it itself).
+    """A line of the user's source, and the kernel's line that led to it (the same line if not in a helper).
 
     kernel_file   "" stands for `file`
     """
@@ -35,7 +35,7 @@ class Site(NamedTuple):
 
 
 def short_path(file: str) -> str:
-    """Relative to the current folder if it lies below."""
+    """The path relative to the current folder, if it lies below."""
     return file.removeprefix(os.path.join(os.getcwd(), ""))
 
 
@@ -45,7 +45,7 @@ class Access:
 
     what     "load", "store", "atomic_add", ..., with order and scope for an atomic
     tensor   allocation and owning rank; "" if no memory is accessed; "memory" if the address lies in no tensor
-    first, last   the elements touched that matter, as index tuples of the tensor
+    first, last   first and last relevant element, as index tuples of the tensor
     """
 
     rank: int
@@ -77,7 +77,7 @@ def place_of(tensor: str, first: tuple[int, ...], last: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Wait:
-    """A program that cannot go on: what it polls, and what it saw there."""
+    """A blocked program: the word it polls and the value it sees there."""
 
     rank: int
     launch: str
@@ -99,11 +99,11 @@ class Wait:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """An output that is not the reference.
+    """An output that differs from the reference.
 
-    name    of the tensor, on `rank`
-    index   of the first element that differs, with what was wanted and seen there; count: how many differ
-    address of that element; 0: unknown
+    name    the tensor, on `rank`
+    index   the first element that differs, with the values wanted and seen there; count: number of differences
+    address address of that element; 0: unknown
     """
 
     name: str
@@ -120,11 +120,11 @@ class Mismatch:
 
 
 class Moment(NamedTuple):
-    """One line of a trace: what a program did at a step of the schedule.
+    """One line of a trace: the action of a program at a step of the schedule.
 
     kind     "start", "end", "load", "store", "atomic", "copy", "wait" (falls asleep), "wake"
-    tensor   as in Access, with first and last; what a sleeper polls
-    begin, end   where time is simulated; both 0 elsewhere, where only the order counts
+    tensor   as in Access, with first and last; for "wait", the word that is polled
+    begin, end   simulated time; both 0 if time is not simulated and only the order counts
     """
 
     step: int
@@ -166,7 +166,7 @@ WAIVABLE = ("write-write race", "read-write race", "scope", "never written")  # 
 
 
 def finding(rule: str, sites: Iterable[Site]) -> str:
-    """The name of a finding, the same in every schedule and on every machine: the rule and the source lines.
+    """The name of a finding: the rule and the source lines. It is the same in every schedule and on every machine.
 
     A line of a helper is followed by the line of the kernel: "read-write race put.py:8@ring.py:12 ring.py:21".
     """
@@ -183,7 +183,7 @@ def finding(rule: str, sites: Iterable[Site]) -> str:
 
 
 def unwaivable(name: str) -> str:
-    """Why no finding of this name can be waived; "" where one can."""
+    """Why a finding of this name cannot be waived; "" if it can."""
     rule = next((rule for rule in RULES if f"{name} ".startswith(f"{rule} ")), "")
     if rule not in WAIVABLE and rule:
         return f"{name!r} cannot be waived: no run goes on past it. What can be: {', '.join(WAIVABLE)}"
@@ -197,13 +197,13 @@ class Fault:
     """One finding.
 
     rule      a key of RULES
-    accesses  the two ends of a race; the one access that is at fault by itself; the last write of a wrong value
-    waits     those of a deadlock
+    accesses  both accesses of a race; the one faulty access; the last write of a wrong value
+    waits     the waits of a deadlock
     mismatch  the wrong value
-    cause     of a race: what of a signal between the two is missing; of no progress: what the loop loads
-    target    whose compiled code ran
-    waive     names of findings that the schedule went past
-    switches  between programs, of the shortest schedule found that shows it
+    cause     race: the missing part of the signal between the two accesses; no progress: what the loop loads
+    target    target of the compiled code
+    waive     names of findings that did not stop the schedule
+    switches  context switches of the shortest schedule found that shows it
     """
 
     rule: str
@@ -224,12 +224,12 @@ class Fault:
 
     @property
     def ends(self) -> tuple[Access | Wait, ...]:
-        """Where the programs stand that it names."""
+        """The accesses and waits of the fault, each with its source line."""
         return *self.accesses, *self.waits
 
     @property
     def name(self) -> str:
-        """Equal for the same fault in another schedule."""
+        """The same for the same fault in another schedule."""
         return finding(self.rule, [end.site for end in self.ends])
 
     def __str__(self) -> str:
@@ -248,7 +248,7 @@ class Fault:
 
 
 class SimulationFault(AssertionError):
-    """A schedule showed a fault; `fault` tells which. An AssertionError, so that pytest and hypothesis shrink it."""
+    """A schedule showed a fault, stored in `fault`. An AssertionError, so that pytest and hypothesis shrink it."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(str(fault))
@@ -256,4 +256,4 @@ class SimulationFault(AssertionError):
 
 
 class UnsupportedKernel(ValueError):
-    """The simulator cannot run this: an opcode that it does not know, an external call, what does not compile."""
+    """The simulator cannot run this kernel: an unknown opcode, an external call, or a failed compilation."""

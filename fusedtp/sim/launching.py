@@ -1,7 +1,7 @@
-"""Launches as users write them ("Kernels as they are launched" in docs/checking-kernels.md), made plain: one kernel, a
-grid of three numbers, every argument by name.
+"""Normalizes launches as users write them ("Kernels as they are launched" in docs/checking-kernels.md) to one kernel, a
+grid of numbers, and every argument by name.
 
-Raises UnsupportedKernel for what is no kernel of Triton's, ValueError for arguments or a grid that do not fit it.
+Raises UnsupportedKernel if it is not a Triton kernel, ValueError if the arguments or the grid do not fit it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ NOT_COMPILED = ("ir_override", "extern_libs")
 
 @dataclass(frozen=True)
 class Plain(Launch):
-    """A launch with nothing left to compute.
+    """A normalized launch.
 
-    config        of an autotuned kernel, in words
-    environment   the values of %envreg0, %envreg1, ..., which the bodies in `replace` read
+    config        the config of an autotuned kernel, in words
+    environment   the values of %envreg0, %envreg1, ..., for the bodies in `replace`
     """
 
     config: str = ""
@@ -39,7 +39,7 @@ class Plain(Launch):
 
 
 def plain(run: Run, turn: int = 0) -> Run:
-    """The same run of plain launches. turn: which config of an autotuned kernel, modulo their number."""
+    """The same run with plain launches. turn: index of the config of an autotuned kernel, modulo their number."""
     if not run.work:
         raise ValueError("a run of no rank: it needs a list of work for each")
     replaced = any(isinstance(work, Launch) and work.replace for of_rank in run.work for work in of_rank)
@@ -55,7 +55,7 @@ def plain(run: Run, turn: int = 0) -> Run:
 
 
 def _table(memory: Sequence[Memory], world_size: int) -> Memory:
-    """int64 [memories, 1 + W] a rank: bytes of each memory, and its address on every rank."""
+    """One int64 table [memories, 1 + W] per rank: size of each memory in bytes, and its address on every rank."""
     rows = [[each.nbytes, *each.pointers.tolist()] for each in memory]
     tensors = tuple(torch.tensor(rows, dtype=torch.int64).view(-1, 1 + world_size) for _ in range(world_size))
     return Memory("table of symmetric memory", tensors)
@@ -85,7 +85,7 @@ def _plain(launch: Launch, turn: int, environment: tuple[int, ...]) -> Plain:
 
 
 def _tuned(tuner: Any, args: dict[str, Any], options: dict[str, Any], named: Any, turn: int) -> str:
-    """Enters a config into arguments and options; its words where there are several."""
+    """Adds a config to the arguments and options. Returns its description if there are several configs, else ""."""
     configs = list(tuner.configs)
     if named is None:
         prune = getattr(tuner, "early_config_prune", None)
@@ -109,7 +109,7 @@ def _tuned(tuner: Any, args: dict[str, Any], options: dict[str, Any], named: Any
 
 
 def _bound(kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    """Every argument in the order of the signature. Raises ValueError for a missing or unknown one."""
+    """All arguments in the order of the signature. Raises ValueError for a missing or unknown one."""
     function = getattr(kernel, "fn", kernel)
     parameters = inspect.signature(function).parameters
     unknown = [key for key in args if key not in parameters]
@@ -122,7 +122,7 @@ def _bound(kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _grid(grid: Any, meta: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """1 to 3 numbers. Triton launches no other grid."""
+    """The grid as 1 to 3 integers; Triton launches no other grid."""
     made = grid(dict(meta)) if callable(grid) else grid
     try:
         sizes = tuple(operator.index(size) for size in ((made,) if isinstance(made, int) else made))

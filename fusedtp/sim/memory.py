@@ -1,13 +1,13 @@
-"""The memory of a simulated world: named allocations, and where an address lies among them.
+"""The memory of a simulated world: named allocations, and the lookup of an address among them.
 
-Every tensor that a kernel may touch is an allocation with a name and a rank. Addresses are the tensors' own: one that
-runs out of its tensor far enough to land in another, past the guards of `symmetric`, is taken for an access to that
-other.
+Every tensor that a kernel may touch is an allocation with a name and a rank. Addresses are the real ones of the
+tensors. An access that overshoots its tensor by more than the guards of `symmetric` and lands in another tensor counts
+as an access to that other tensor.
 
-Note [Slices]. Tensors of several memories may be slices of one storage, a heap. Each is an allocation. Bytes that
-no memory names belong to the arguments that lie in that storage. One instruction whose lanes go on from one
-slice into the next runs over, unless an argument spans both, or both are of one memory: by a table of addresses, lanes
-come to the slices of several ranks at once.
+Note [Slices]. Tensors of several memories may be slices of one storage, a heap. Each slice is an allocation. Bytes that
+no memory names belong to the arguments in that storage. An instruction whose lanes continue from one slice into the
+next is out of bounds, except in two cases: an argument spans both slices, or both belong to one memory, because with a
+table of addresses the lanes of one instruction may reach the slices of several ranks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 GUARD = 1 << 16  # bytes
-LINE = 128  # tensors begin at a multiple of it, modulo which an address keeps its place
+LINE = 128  # each tensor is placed so that its addresses keep their value modulo this
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """One tensor a rank that kernels reach by address: symmetric memory, flags, scratch.
+    """One tensor per rank that kernels reach by address: symmetric memory, flags, scratch.
 
-    tensors   one a rank, CPU, contiguous
+    tensors   one per rank, on the CPU, contiguous
     poisoned  not written yet: reading an element before a store to it is a fault
     """
 
@@ -41,17 +41,17 @@ class Memory:
 
     @property
     def pointers(self) -> Tensor:
-        """int64 [W]: the addresses, as a kernel takes them."""
+        """int64 [W]: the table of addresses to pass to a kernel."""
         return torch.tensor([t.data_ptr() for t in self.tensors], dtype=torch.int64)
 
     @cached_property
     def _window(self) -> Array:
-        """Addresses that nothing else has; nobody reads or writes there."""
+        """Reserves a range of addresses; the bytes are never read or written."""
         return np.empty(self.nbytes + 2 * GUARD, np.uint8)
 
     @property
     def nbytes(self) -> int:
-        """Of one rank's."""
+        """Size of one rank's tensor."""
         return self.tensors[0].numel() * self.tensors[0].element_size()
 
     @property
@@ -64,7 +64,7 @@ class Memory:
 def symmetric(
     name: str, world_size: int, shape: Iterable[int], dtype: torch.dtype = torch.float32, *, poisoned: bool = True
 ) -> Memory:
-    """Memory of the same shape on every rank; every byte 0xFF (NaN for floats) where poisoned, else zero.
+    """Memory of the same shape on every rank; every byte is 0xFF (NaN for floats) if poisoned, else zero.
 
     A guard on both sides of each tensor keeps out-of-bounds accesses out of other tensors.
     """
@@ -72,7 +72,7 @@ def symmetric(
     size = int(np.prod(shape)) * dtype.itemsize
     tensors = []
     for _ in range(world_size):
-        inside = np.empty(size + 2 * GUARD, np.uint8)[GUARD : GUARD + size]  # a storage of its own to torch
+        inside = np.empty(size + 2 * GUARD, np.uint8)[GUARD : GUARD + size]  # torch sees a storage without guards
         tensors.append(torch.from_numpy(inside).fill_(0xFF if poisoned else 0).view(dtype).view(shape))
     return Memory(name, tuple(tensors), poisoned)
 
@@ -91,7 +91,7 @@ class Allocation:
 
     @property
     def label(self) -> str:
-        """As reports name it."""
+        """The name used in reports."""
         return f"{self.name} of rank {self.rank}"
 
     @property
@@ -99,25 +99,25 @@ class Allocation:
         return self.base + self.nbytes
 
     def index_of(self, byte: int) -> tuple[int, ...]:
-        """The element that holds this byte, as an index of the tensor (of its storage if strided)."""
+        """The index of the element that holds this byte, in the tensor (in its storage if strided)."""
         element = (byte + self.first) // self.tensor.element_size()
         return tuple(int(i) for i in np.unravel_index(element, tuple(self.tensor.shape) or (1,)))
 
 
 class Map:
-    """All allocations of one schedule. Of two tensors in the same bytes the first counts; views add nothing."""
+    """All allocations of one schedule. If two tensors have the same bytes, the first one counts; views add nothing."""
 
     def __init__(self) -> None:
-        self._slices: dict[int, list[Allocation]] = {}  # of memories, by storage
-        self._wholes: dict[int, Allocation] = {}  # of arguments, by storage
-        self._spans: list[tuple[int, int]] = []  # of arguments that lie in no slice
-        self.borders: list[int] = []  # between slices, which no access runs over: Note [Slices]
+        self._slices: dict[int, list[Allocation]] = {}  # tensors of memories, by storage
+        self._wholes: dict[int, Allocation] = {}  # storages of arguments, by storage
+        self._spans: list[tuple[int, int]] = []  # address ranges of arguments that are not inside a slice
+        self.borders: list[int] = []  # between slices; no access may cross one: Note [Slices]
         self.multicasts: list[tuple[int, int, list[int]]] = []  # address, bytes, addresses of the ranks' tensors
         self.allocations: list[Allocation] = []  # sorted by address
         self._bases = self._ends = np.zeros(0, np.int64)
 
     def add(self, name: str, rank: int, tensor: Tensor) -> None:
-        """Register the storage behind an argument, but for its slices that are known."""
+        """Register the storage of an argument, except for slices that are already registered."""
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} of rank {rank} is on {tensor.device}; the simulator works on CPU tensors")
         storage = tensor.untyped_storage()
@@ -129,7 +129,7 @@ class Map:
             self._wholes[base] = _allocation(name, rank, tensor, False, base, base + storage.nbytes())
 
     def add_slice(self, name: str, rank: int, tensor: Tensor, poisoned: bool) -> None:
-        """Register a memory's tensor, before all arguments. Raises ValueError where it overlaps another one."""
+        """Register a memory's tensor, before all arguments. Raises ValueError if it overlaps another memory."""
         if tensor.device.type != "cpu" or tensor.numel() == 0:
             self.add(name, rank, tensor)
             return
@@ -144,7 +144,7 @@ class Map:
         others.append(_allocation(name, rank, tensor, poisoned, begin, end))
 
     def add_arguments(self, name: str, rank: int, value: Any) -> None:
-        """Register every tensor in an argument of a kernel, tuples and named tuples included."""
+        """Register every tensor in a kernel argument, including those in tuples and named tuples."""
         if isinstance(value, Tensor):
             self.add(name, rank, value)
         elif isinstance(value, tuple):
@@ -155,7 +155,7 @@ class Map:
             self.add(name, rank, value.base)
 
     def freeze(self) -> None:
-        """After the last `add`. Tables of addresses get names that tell them from the memory that they point to."""
+        """Call after the last `add`. Renames tables of addresses, to tell them from the memory that they point to."""
         found = [each for slices in self._slices.values() for each in slices]
         for base, whole in self._wholes.items():
             slices = sorted(self._slices.get(base, ()), key=lambda a: a.base)
@@ -174,12 +174,12 @@ class Map:
         self.allocations = [replace(a, name=self._name_of_table(a)) for a in self.allocations]
 
     def _name_of_table(self, a: Allocation) -> str:
-        """`boxes (table of box)` where all that the tensor holds are addresses of allocations."""
+        """`boxes (table of box)` if all elements of the tensor are addresses of allocations, else its own name."""
         if a.tensor.dtype != torch.int64 or a.poisoned:
             return a.name
         held = a.tensor.flatten()[a.first // 8 : (a.first + a.nbytes) // 8]
         targets: dict[str, None] = {}
-        for part in held.split(64):  # most are no table, which the first of them shows
+        for part in held.split(64):  # the first part already rules out most tensors
             address = part.numpy()
             at = np.searchsorted(self._bases, address, side="right") - 1
             if ((at < 0) | (address >= self._ends[at])).any():
@@ -188,10 +188,10 @@ class Map:
         return f"{a.name} (table of {', '.join(targets)})"
 
     def nearest(self, address: int) -> str:
-        """Words for an address outside: how far past which allocation."""
+        """Describes an address outside every allocation by its distance from the nearest one."""
         if not self.allocations:
             return f"address {address:#x}; the case names no memory"
-        # an address in the next slice is past the end of the one before
+        # an address at the border of two slices counts as past the end of the first
         best = min(self.allocations, key=lambda a: (min(abs(address - a.base), abs(address - a.end)), a.base))
         if address >= best.base:
             return f"{address - best.end + 1} bytes past the end of {best.label}"
@@ -199,7 +199,7 @@ class Map:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of its first byte and past its last one."""
+    """The addresses of the first byte of a tensor and of the byte past its last one."""
     begin, size = tensor.data_ptr(), tensor.element_size()
     if tensor.numel() == 0:
         return begin, begin
@@ -208,13 +208,13 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _allocation(name: str, rank: int, tensor: Tensor, poisoned: bool, begin: int, end: int) -> Allocation:
-    """Of the bytes between two addresses of a tensor's storage: flat, where the tensor is not just these in order."""
+    """The allocation of a range of a tensor's storage; flat unless the tensor is exactly this range, contiguous."""
     whole = tensor.is_contiguous() and _span(tensor) == (begin, end)
     return Allocation(name, rank, tensor if whole else _elements(tensor, begin, end), poisoned, begin, end - begin)
 
 
 def _elements(tensor: Tensor, begin: int, end: int) -> Tensor:
-    """Those of its storage between two addresses."""
+    """The elements of a tensor's storage between two addresses."""
     storage, size = tensor.untyped_storage(), tensor.element_size()
     first, count = (begin - storage.data_ptr()) // size, (end - begin) // size
     return torch.empty(0, dtype=tensor.dtype).set_(storage, first, (count,), (1,))

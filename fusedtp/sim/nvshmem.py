@@ -1,15 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 """NVSHMEM's device functions as plain loads, stores and atomics, for `Launch(replace=...)`: docs/checking-kernels.md.
 
-Each body takes what the C function of its name takes: addresses (pointers or int64) in symmetric memory, sizes in
-bytes. Symmetric is what the case lists in `Run(work, memory)`; another rank's copy of an address lies as far from the
-beginning of that rank's tensor. An address in no such memory is out of bounds.
+Each body takes the arguments of the C function of its name: addresses (pointers or int64) in symmetric memory, sizes in
+bytes. Symmetric memory is the `memory` of the case's Run. An address on another rank has the same offset from the start
+of that rank's tensor. An address outside symmetric memory is out of bounds.
 
-All threads of a program call `putmem`, `getmem` and `putmem_signal`, the `_block` functions of NVSHMEM: a barrier
-stands before the transfer and after it. `signal_op`, `signal_wait_until` and `fence` are of each thread that calls.
+All threads of a program call `putmem`, `getmem` and `putmem_signal`, the `_block` functions of NVSHMEM: the transfer
+has a barrier before and after it. `signal_op`, `signal_wait_until` and `fence` act for each calling thread.
 
-What NVSHMEM's specification leaves unordered is unordered here: `putmem` alone makes nothing visible elsewhere, a
-`fence` or `quiet` orders what came before it, `putmem_signal` releases its data by the signal, and a wait acquires.
+Whatever NVSHMEM's specification leaves unordered is unordered here: `putmem` alone makes nothing visible to others, a
+`fence` or `quiet` orders earlier puts, `putmem_signal` releases its data with the signal, and a wait acquires.
 
 Source: NVSHMEM API documentation, "Remote Memory Access", "Signaling Operations", "Memory Ordering". The bodies know
 the rank, the world and the table of memories from %envreg0 to %envreg4 (PTX ISA 10, launching.plain).
@@ -25,7 +25,7 @@ from unittest.mock import patch
 import triton
 import triton.language as tl
 
-_CHUNK = tl.constexpr(1024)  # bytes that a program moves at once
+_CHUNK = tl.constexpr(1024)  # bytes per step of a copy
 
 
 @triton.jit
@@ -41,13 +41,13 @@ def my_pe():
 
 @triton.jit
 def n_pes():
-    """Ranks."""
+    """The number of ranks."""
     return _environment(1)
 
 
 @triton.jit
 def ptr(address, pe):
-    """int64: where rank pe has what the own rank has at this address; 0 outside of symmetric memory."""
+    """int64: the address on rank pe that corresponds to this local address; 0 outside symmetric memory."""
     address = tl.cast(address, tl.int64)
     low, high = _environment(3).to(tl.uint32, bitcast=True), _environment(4).to(tl.uint32, bitcast=True)
     table = (low.to(tl.int64) | (high.to(tl.int64) << 32)).to(tl.pointer_type(tl.int64))
@@ -72,14 +72,14 @@ def _move(to, source, nbytes):
 
 @triton.jit
 def putmem(dest, source, nbytes, pe):
-    """nvshmemx_putmem_block, nvshmemx_putmem_nbi_block: own memory to rank pe's `dest`."""
+    """nvshmemx_putmem_block, nvshmemx_putmem_nbi_block: local memory to rank pe's `dest`."""
     _move(ptr(dest, pe), source, nbytes)
     return 0
 
 
 @triton.jit
 def getmem(dest, source, nbytes, pe):
-    """nvshmemx_getmem_block, nvshmemx_getmem_nbi_block: rank pe's `source` to own memory."""
+    """nvshmemx_getmem_block, nvshmemx_getmem_nbi_block: rank pe's `source` to local memory."""
     _move(tl.cast(dest, tl.int64), ptr(source, pe), nbytes)
     return 0
 
@@ -98,9 +98,9 @@ def putmem_signal(dest, source, nbytes, sig_addr, signal, sig_op, pe):
 
 @triton.jit
 def signal_op(sig_addr, signal, sig_op, pe):
-    """nvshmemx_signal_op, by every thread that calls it: rank pe's signal, in no order with the data.
+    """nvshmemx_signal_op, by each calling thread: updates rank pe's signal, not ordered with the data.
 
-    sig_op: 0 and 9 set it, as torch documents NVSHMEM_SIGNAL_SET and as nvshmem.h has it; others add.
+    sig_op: 0 and 9 set it (torch documents NVSHMEM_SIGNAL_SET as 0, nvshmem.h has 9); others add.
     """
     at, signal = ptr(sig_addr, pe), tl.cast(signal, tl.uint64)
     if (sig_op == 0) | (sig_op == 9):
@@ -125,7 +125,7 @@ def _holds(seen, cmp, value):
 
 @triton.jit
 def signal_wait_until(sig_addr, cmp, value):
-    """nvshmem_signal_wait_until, by every thread that calls it: polls the own signal and acquires."""
+    """nvshmem_signal_wait_until, by each calling thread: polls the local signal and acquires."""
     at, value = tl.cast(sig_addr, tl.int64), tl.cast(value, tl.uint64)
     seen = _of_each_thread("ld.global.acquire.sys.u64 $0, [$1]; // $2", at, value)
     while not _holds(seen, cmp, value):
@@ -135,7 +135,7 @@ def signal_wait_until(sig_addr, cmp, value):
 
 @triton.jit
 def fence():
-    """nvshmem_fence, nvshmem_quiet, by every thread that calls it: puts before it are visible before what follows."""
+    """nvshmem_fence, nvshmem_quiet, by each calling thread: earlier puts are visible before later accesses."""
     tl.inline_asm_elementwise("fence.acq_rel.sys; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     return 0
 
@@ -146,7 +146,7 @@ quiet = fence
 def of_torch() -> Mapping[Any, Any]:
     """`replace` for kernels that use torch.distributed._symmetric_memory._nvshmem_triton.
 
-    torch defines these functions only where it sees a GPU. Without one the module is loaded again as if there were.
+    torch defines these functions only if it finds a GPU. Without one, the module is reloaded as if there were a GPU.
     """
     from torch.distributed._symmetric_memory import _nvshmem_triton as theirs
 

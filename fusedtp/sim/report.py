@@ -1,4 +1,4 @@
-"""A fault in words: who did what where, what came of it, the shortest interleaving as a table, how to replay it."""
+"""Reports a fault as text: the accesses, the cause, the shortest interleaving as a table, and how to replay it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ WIDTH = 110
 def report(
     fault: Fault, *, name: str = "", world_size: int | None = None, width: int = WIDTH, command: str = ""
 ) -> str:
-    """Everything known of a fault, as text.
+    """Everything known about a fault, as text.
 
     name, world_size   of the case, as `fusedtp check` takes them
-    command            that replays it, where a seed alone does not
+    command            replays the fault if a seed alone does not
     """
     lines = [f"{fault.rule}: {fault.message}", f"({RULES.get(fault.rule, '')})"]
     lines += ["", f"Cause: {fault.cause}"] if fault.cause else []
@@ -52,7 +52,7 @@ def _source(site: Site) -> list[str]:
 
 
 def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -> list[str]:
-    """A command line and a Python call that show the fault again; the call alone for a case without a name."""
+    """A command line and a Python call that replay the fault; only the call if the case has no name."""
     if fault.strategy == "replay":
         return [command] if command else []
     resident = "all" if fault.resident in ("None", "") else fault.resident
@@ -73,12 +73,12 @@ def replay(fault: Fault, name: str, world_size: int | None, command: str = "") -
 
 
 def waivers(names: Iterable[str]) -> list[str]:
-    """Words of a command line."""
+    """The `--waive` options of a command line."""
     return [word for name in names for word in ("--waive", name)]
 
 
 def relevant(fault: Fault) -> list[Moment]:
-    """The last ROWS moments of a trace that touch what the fault is about, or order the programs that it names."""
+    """The last ROWS moments of a trace that access the fault's memory or synchronize the programs of the fault."""
     if not fault.trace:
         return []
     programs = {(end.rank, end.launch, end.program) for end in fault.ends}
@@ -100,9 +100,9 @@ def relevant(fault: Fault) -> list[Moment]:
     if fault.accesses:
         kept.append(_now(fault.accesses[-1]))  # the trace ends before it
         first = fault.accesses[0]
-        if not any(moment.shows(first) for moment in kept):  # the half of a copy that reads
+        if not any(moment.shows(first) for moment in kept):  # such as the read of a copy
             insort_left(kept, _now(first), key=lambda moment: moment.step)
-        before = [moment for moment in kept[:-ROWS] if moment.shows(first)][-1:]  # in place of the earliest row
+        before = [moment for moment in kept[:-ROWS] if moment.shows(first)][-1:]  # replaces the earliest row
     return [*before, *kept[len(before) - ROWS :]]
 
 
@@ -114,7 +114,7 @@ def _now(access: Access) -> Moment:
 
 
 def _without_polls(moments: Sequence[Moment]) -> list[Moment]:
-    """Reads of a word that end in a wait for it become the wait; a wait taken up again in vain is one wait."""
+    """Merges the polls of a word into the wait that follows, and repeated waits in vain into one."""
     kept: dict[int, Moment] = {}
     mine: dict[tuple[int, str, int], list[int]] = {}
     for number, moment in enumerate(moments):
@@ -135,7 +135,7 @@ def _polls(before: Moment, wait: Moment) -> bool:
 
 
 def interleaving(moments: Sequence[Moment], width: int = WIDTH) -> str:
-    """Ranks from left to right, time downwards."""
+    """A table with ranks from left to right and time running down."""
     ranks = sorted({moment.rank for moment in moments})
     several = {rank: len({(m.launch, m.program) for m in moments if m.rank == rank}) > 1 for rank in ranks}
     launches = len({moment.launch for moment in moments}) > 1

@@ -1,8 +1,8 @@
-"""Who runs next. A strategy sees the runnable programs and the number of switches so far; all draw from one seed.
+"""Scheduling strategies. A strategy picks the next program among the runnable ones; all draw from one seed.
 
-Who is starved runs only when nobody else can. pct has fixed priorities, lowered at d random points, and finds a bug of
-depth d with probability at least 1 / (n k^(d-1)) for n programs and k steps (Burckhardt et al. 2010, "A Randomized
-Scheduler with Probabilistic Guarantees of Finding Bugs").
+A starved rank or program runs only if nothing else can. pct has fixed priorities, lowered at d random points, and finds
+a bug of depth d with probability at least 1 / (n k^(d-1)) for n programs and k steps (Burckhardt et al. 2010, "A
+Randomized Scheduler with Probabilistic Guarantees of Finding Bugs").
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import random
 from collections.abc import Sequence
 from typing import Protocol
 
-Switch = tuple[int, list[int]]  # the choice and all that could have been chosen, each by its order
+Switch = tuple[int, list[int]]  # the program chosen and all runnable programs, each by its `order`
 
 
 class Runnable(Protocol):
-    """A program as a strategy sees it."""
+    """The attributes of a program that strategies use."""
 
     rank: int
     slot: int
-    order: int  # of its start
+    order: int  # programs are numbered in the order of their start
 
 
 class Strategy:
-    """`pick` returns an index into `runnable`, which is never empty and sorted by `order`."""
+    """`pick` returns an index into `runnable`, which is not empty and is sorted by `order`."""
 
     def __init__(self, rng: random.Random, world_size: int) -> None:
         self.rng = rng
@@ -65,7 +65,7 @@ class StarveProgram(Strategy):
 
 class Pct(Strategy):
     CHANGES = 3
-    STEPS = 600  # among so many first switches the change points are drawn
+    STEPS = 600  # the change points are drawn among the first STEPS switches
 
     def __init__(self, rng: random.Random, world_size: int) -> None:
         super().__init__(rng, world_size)
@@ -85,7 +85,7 @@ class Pct(Strategy):
 
 
 class Replay(Strategy):
-    """The given choices (`order` of a program), then run_to_block; notes in `seen` what was runnable at each switch."""
+    """Follows `choices` (`order` of programs), then run_to_block; records each choice and its options in `seen`."""
 
     def __init__(
         self, rng: random.Random, world_size: int, choices: Sequence[int] = (), seen: list[Switch] | None = None

@@ -1,4 +1,4 @@
-"""A case in a test: runs its schedules and raises for a finding. See "In a test" in docs/checking-kernels.md."""
+"""Checks a case in a test: runs schedules and raises for a finding. See "In a test" in docs/checking-kernels.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .strategies import DEFAULT
 
 
 class Finding(SimulationFault):
-    """A fault, told as `fusedtp check` tells it. `fault` holds it."""
+    """A fault, with the report of `fusedtp check` as its message; `fault` holds it."""
 
     def __init__(self, fault: Fault, path: str, world_size: int | None) -> None:
         super().__init__(fault)
@@ -34,13 +34,13 @@ def assert_no_finding(
     """Runs a case under many schedules on each target, until one shows a fault.
 
     case        a Case, or a function that returns a Run or a Case; it gets `world_size` if it takes one
-    targets     whose compiled code runs
-    schedules   on each target; seed: of the first
-    seconds     on each target; a schedule that does not end by then does not count
-    waive       names of findings, as a report has them, to go past; warns of those that no target met
+    targets     run the code compiled for these targets
+    schedules   number of schedules per target; seed: of the first
+    seconds     time limit per target; an unfinished schedule does not count
+    waive       names of findings to ignore, as shown in reports; warns about those that occurred on no target
 
-    Raises Finding (a SimulationFault, an AssertionError) for a fault; AssertionError where no schedule ended in time;
-    UnsupportedKernel and ValueError for what cannot be checked; what the case itself raises as it is.
+    Raises Finding (a SimulationFault, an AssertionError) for a fault; AssertionError if no schedule ended in time;
+    UnsupportedKernel and ValueError if the case cannot be checked. Exceptions of the case itself pass through.
     """
     made, met = _case(case, world_size), set[str]()
     for target in (targets,) if isinstance(targets, str) else targets:
@@ -75,7 +75,7 @@ def _case(case: Case | Callable[..., Any], world_size: int | None) -> Case:
 
 
 def _path_of(case: Any) -> str:
-    """path/to/file.py::name, as `fusedtp check` takes it; "" for what has no name in a module's file."""
+    """path/to/file.py::name, as `fusedtp check` takes it; "" if the case is not a name in a module with a file."""
     module = sys.modules.get(getattr(case, "__module__", ""))
     name, file = getattr(case, "__name__", ""), getattr(module, "__file__", None)
     if file is None or getattr(module, name, None) is not case:

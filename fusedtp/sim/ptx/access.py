@@ -1,4 +1,4 @@
-"""Opcodes by which lanes reach memory, each other and their program: loads, stores, atomics, fences, shuffles.
+"""Opcodes for memory and for communication between lanes: loads, stores, atomics, fences, barriers, shuffles.
 
 PTX ISA 8.8: 9.7.9 (ld, st, mov), 9.7.13 (barriers, fences, atom, red, vote, redux, elect), 9.7.9.6 (shfl).
 """
@@ -25,17 +25,17 @@ SCOPES = {"cta": "cta", "cluster": "cta", "gpu": "gpu", "gl": "gpu", "sys": "sys
 
 
 def order_of(i: Instruction, default: str = "weak") -> str:
-    """A volatile access is a relaxed one of system scope: PTX ISA 8.4.2."""
+    """The order of an access. volatile is relaxed at system scope: PTX ISA 8.4.2."""
     return ORDERS.get(i.among(ORDERS), default)
 
 
 def scope_of(i: Instruction, default: str = "gpu") -> str:
-    """A cluster is one program here."""
+    """The scope of an access. A cluster is one program here."""
     return SCOPES.get(i.among(SCOPES), default)
 
 
 def is_strong(i: Instruction) -> bool:
-    """Whether it may see what another program does at this moment: before it, others get their turn."""
+    """Whether the instruction may observe another program; other programs may run before it."""
     if i.root in ("atom", "red"):
         return not is_shared(i)
     if i.root == "multimem":
@@ -68,7 +68,7 @@ def _load(e: Emitter, i: Instruction) -> list[str] | None:
         return None
     if i.has("param"):
         assert isinstance(at, Address)
-        if isinstance(at.base, Reg):  # one of several parameters, chosen as the kernel runs
+        if isinstance(at.base, Reg):  # one of several parameters, chosen at run time
             chosen = f"S.chosen_parameter({e.address(at)}, {e.mask}, {dtype_of(t)})"
             return e.put(d, t, chosen) if len(targets) == 1 else None
         assert isinstance(at.base, Symbol)
@@ -81,7 +81,7 @@ def _load(e: Emitter, i: Instruction) -> list[str] | None:
 
 
 def into(e: Emitter, x: Operand, t: str, value: str) -> list[str]:
-    """What the lanes that took part got, as bits, into a register; extended by its sign for s types."""
+    """Writes the bits that active lanes received to a register; sign-extended for s types."""
     if x == Symbol("_"):
         return []
     assert isinstance(x, Reg)
@@ -129,7 +129,7 @@ def _atomic(e: Emitter, i: Instruction) -> list[str] | None:
 
 
 def updated(operation: str, t: str, given: Sequence[Array]) -> tuple[Any, np.dtype[Any]]:
-    """new(number, old) of an atomic, None where it leaves the word, and the type of it. PTX ISA 9.7.13.5."""
+    """The function new(lane, old) of an atomic, which returns None for no write, and its dtype. PTX ISA 9.7.13.5."""
     dtype, (a, *swap) = np.dtype(TYPES[t][1]), given
     if t in HALVES or t == "f16":
         return lambda n, old: halves(operation, t, False, False, old, a[n]), dtype
@@ -147,7 +147,7 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 @handles("fence", "membar")
 def _fence(e: Emitter, i: Instruction) -> list[str] | None:
-    """membar is fence.sc: PTX ISA 9.7.13.4. A proxy fence: of shared memory, of global memory, or of both."""
+    """membar is fence.sc: PTX ISA 9.7.13.4. A proxy fence applies to shared memory, global memory, or both."""
     if i.has("proxy"):
         if i.has("alias"):
             return [f"S.fence_proxy({e.mask}, {ALIAS})"]
@@ -155,7 +155,7 @@ def _fence(e: Emitter, i: Instruction) -> list[str] | None:
             if i.has("acquire"):
                 return [f"S.acquire_map({e.address(i.args[0])}, {e.mask}, {scope_of(i)!r}, {e.const(i.site)})"]
             return [f"S.fence({e.mask}, 'release', {scope_of(i)!r})"]
-        if i.has("async::generic"):  # one way, of shared memory alone; to the async proxy it is the release
+        if i.has("async::generic"):  # one way, shared memory only; the release makes writes visible to the async proxy
             return [f"S.fence_shared({e.mask})"] if i.has("release") else []
         if not i.has("async"):
             return []
@@ -169,19 +169,19 @@ def _fence(e: Emitter, i: Instruction) -> list[str] | None:
 
 @handles("bar", "barrier")
 def _warp(e: Emitter, i: Instruction) -> list[str] | None:
-    """bar.warp.sync. Other barriers end a block, see program.py."""
+    """bar.warp.sync. All other barriers end a block, see program.py."""
     return [f"S.meet_warps({e.mask})"]
 
 
 def _and_whether(e: Emitter, d: Operand, call: str) -> list[str]:
-    """A value and a predicate to d, which may be d|p."""
+    """Writes a value and a predicate to d, which may be d|p."""
     lines = [line for x, t, v in zip(e.items(d), ("b32", "pred"), "vt") for line in e.put(x, t, v)]
     return [f"v, t = {call}", *lines]
 
 
 @handles("shfl", "vote", "match", "redux", "elect", "activemask")
 def _of_warp(e: Emitter, i: Instruction) -> list[str] | None:
-    """What lanes of a warp tell each other, those that take part: elect, the lowest; match, who holds the same."""
+    """Communication between active lanes of a warp. elect: the lowest lane; match: the lanes with an equal value."""
     r, (d, *given), kind = i.root, i.args, i.among(KINDS.get(i.root, ()))
     if r in KINDS and not kind:
         return None
@@ -209,7 +209,7 @@ KINDS: dict[str, Iterable[str]] = {
     "nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "createpolicy", "setmaxnreg", "griddepcontrol"
 )
 def _nothing(e: Emitter, i: Instruction) -> list[str] | None:
-    """No access heeds a policy; launches of a stream run one after another here."""
+    """No effect here: accesses ignore cache policies, and launches of a stream run one after another."""
     return []
 
 
@@ -220,7 +220,7 @@ def _trap(e: Emitter, i: Instruction) -> list[str] | None:
 
 @handles("call")
 def _assert(e: Emitter, i: Instruction) -> list[str] | None:
-    """Of __assertfail alone, which a device_assert that fails comes to: CUDA C++ Programming Guide, "Assertion"."""
+    """Supports only __assertfail, the call of a failed device_assert: CUDA C++ Programming Guide, "Assertion"."""
     name = next((x.name for x in i.args if isinstance(x, Symbol)), "")
     if name != "__assertfail":
         raise i.unsupported(f"a call of {name}; replace= gives a device function another body")

@@ -1,15 +1,15 @@
-"""Scalar opcodes: one PTX instruction to one numpy statement over all lanes of a program.
+"""Scalar opcodes: translates one PTX instruction into one numpy statement over all lanes of a program.
 
-`Emitter` turns a block of instructions into the body of a Python function of the lanes `S`, once for all lanes and once
-for those of a mask `m`. Registers are rows of arrays, seen through one view a type:
+`Emitter` turns a block of instructions into the body of a Python function of the lanes `S`: one version for all lanes,
+one for those of a mask `m`. Registers are rows of arrays, with one view per type:
 
     32 bits   u uint32, s int32, f float32        16 bits   h uint16, z int16, g float16
     64 bits   U uint64, I int64, F float64        p predicates
 
 PTX ISA 8.8, section 9.7: 9.7.1 integers, 9.7.3 floats, 9.7.6 comparison and selection, 9.7.8 logic and shifts,
-9.7.9 moves and conversions. Approximate functions (ex2, rcp, div.full, ...) are the exactly rounded ones; fma of fp32
-rounds twice where the product and sum in fp64 do (once in 2**29 cases); denormals are never flushed. Directed
-roundings are those of sums and products of fp32, and of conversions that fp64 holds; others are refused.
+9.7.9 moves and conversions. Approximate functions (ex2, rcp, div.full, ...) are rounded exactly. fma of fp32 is done in
+fp64, so it rounds twice in one of 2**29 cases. Denormals are never flushed. Directed rounding is supported for sums and
+products of fp32, and for conversions that are exact in fp64; other uses are refused.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ COMPARED = dict(
     lo="less", ls="less_equal", hi="greater", hs="greater_equal",
 )  # fmt: skip
 
-READ_BY_ASSERT = ("assertMessage_", "assertFile_", "assertFunc_")  # by __assertfail alone, see parse
+READ_BY_ASSERT = ("assertMessage_", "assertFile_", "assertFunc_")  # only by __assertfail, see parse
 FLOATS = ("f16", "bf16", "f32", "f64")
-HALVES = ("bf16", "bf16x2", "f16x2")  # words that numpy has no numbers for
-DIRECTED = ("rz", "rm", "rp")  # roundings that numpy has not
+HALVES = ("bf16", "bf16x2", "f16x2")  # types without a numpy dtype
+DIRECTED = ("rz", "rm", "rp")  # rounding modes that numpy lacks
 TO_NEAREST = ("div", "rcp", "sqrt", "rsqrt")
 
 Handler = Callable[["Emitter", Instruction], "list[str] | None"]
@@ -49,7 +49,7 @@ HANDLERS: dict[str, Handler] = {}
 
 
 def handles(*roots: str) -> Callable[[Handler], Handler]:
-    """The decorated function translates opcodes that begin so: to lines of Python, or None for one unknown to it."""
+    """Registers a translator of opcodes with these roots; it returns lines of Python, or None if unsupported."""
 
     def enter(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(roots, handler))
@@ -64,7 +64,7 @@ def size_of(type_name: str) -> int:
 
 
 def dtype_of(type_name: str) -> str:
-    """numpy's name of a type, for a line of Python."""
+    """The numpy name of a type, for a line of Python."""
     return f"np.{TYPES[type_name][1].__name__}"
 
 
@@ -79,17 +79,17 @@ def typed(i: Instruction) -> str:
 class Emitter:
     """Translates one kernel's instructions.
 
-    every     for all lanes, else for those of the mask `m`
-    unread    registers that nothing reads
+    every     for all lanes; otherwise for those of the mask `m`
+    unread    registers that are never read
     """
 
     def __init__(self, every: bool, unread: frozenset[Operand] = frozenset()) -> None:
         self.constants: list[Any] = []
         self.unread = unread
-        self.lanes = self.mask = "True" if every else "m"  # `mask`: of the instruction
+        self.lanes = self.mask = "True" if every else "m"  # `mask`: of the current instruction
 
     def const(self, value: Any) -> str:
-        """Numbers as arrays without an axis: numpy takes several times as long for its scalars."""
+        """A constant of the generated code. Numbers become 0-d arrays: numpy scalars are several times slower."""
         self.constants.append(np.asarray(value) if isinstance(value, np.generic) else value)
         return f"K[{len(self.constants) - 1}]"
 
@@ -97,7 +97,7 @@ class Emitter:
         return self.const(TYPES[t][1](value))
 
     def guarded(self, i: Instruction) -> list[str]:
-        """Lines of Python. Raises UnsupportedPtx."""
+        """Lines of Python for an instruction and its guard. Raises UnsupportedPtx."""
         if i.guard is None:
             return self.one(i)
         self.mask = "k"
@@ -123,7 +123,7 @@ class Emitter:
     # -- operands ----------------------------------------------------------------------------------------------------
 
     def read(self, x: Operand, t: str) -> str:
-        """An operand as type t. A wider register gives its low part, as ld, st and cvt want it."""
+        """An operand as type t. A wider register gives its low part, as for ld, st and cvt."""
         view, dtype = TYPES[t]
         if isinstance(x, Reg):
             width = 1 if t == "pred" else 8 * size_of(t)
@@ -149,13 +149,13 @@ class Emitter:
         return ", ".join(self.read(x, t) for x in given)
 
     def target(self, x: Operand, t: str) -> str:
-        """A register that is written as type t."""
+        """A destination register of type t."""
         if not isinstance(x, Reg) or x.width != (1 if t == "pred" else 8 * size_of(t)):
             raise ValueError(f"{x} written as {t}")
         return f"{TYPES[t][0]}[{x.number}]"
 
     def put(self, x: Operand, t: str, value: str) -> list[str]:
-        """Assign: a register that is wider than t is extended, by sign for s types, as ld and cvt do."""
+        """Assign to a register. A register wider than t is extended, with the sign for s types, as for ld and cvt."""
         if x == Symbol("_"):
             return []
         if isinstance(x, Reg) and t != "pred" and x.width > 8 * size_of(t):
@@ -167,12 +167,12 @@ class Emitter:
         return [f"np.copyto({target}, {value}, where={self.mask}, casting='unsafe')"]
 
     def call(self, function: str, x: Operand, t: str, *given: str) -> list[str]:
-        """A numpy function into a register."""
+        """Write the result of a numpy function to a register."""
         masked = "" if self.mask == "True" else f", where={self.mask}"
         return [f"np.{function}({', '.join(given)}, out={self.target(x, t)}{masked})"]
 
     def address(self, x: Operand) -> str:
-        """int64 of every lane."""
+        """The address of every lane, int64."""
         assert isinstance(x, Address)
         base = x.base
         if isinstance(base, Imm) or base == Symbol("global_smem"):
@@ -256,7 +256,7 @@ WIDE = {"s32": "s64", "u32": "u64", "s16": "s32", "u16": "u32"}
 
 
 def _widened(e: Emitter, x: Operand, t: str) -> str:
-    """An operand of type t, in twice the bits."""
+    """An operand of type t, widened to twice the bits."""
     if isinstance(x, Imm):
         return e.const(TYPES[WIDE[t]][1](number(x.text, t)))
     return f"{e.read(x, t)}.astype({dtype_of(WIDE[t])})"
@@ -264,7 +264,7 @@ def _widened(e: Emitter, x: Operand, t: str) -> str:
 
 @handles("addc", "madc")
 def _carried(e: Emitter, i: Instruction) -> list[str] | None:
-    """Sums of 32 bits with a carry, which `cc` writes and `addc` and `madc` add. PTX ISA 9.7.2."""
+    """32-bit sums with carry: `cc` writes the carry, `addc` and `madc` add it. PTX ISA 9.7.2."""
     t, (d, a, *rest) = typed(i), i.args
     if size_of(t) != 4 or not i.root.startswith(("add", "mad")) or (i.has("hi") and t[0] == "s"):
         return None
@@ -278,7 +278,7 @@ def _carried(e: Emitter, i: Instruction) -> list[str] | None:
 
 
 def _directed(e: Emitter, i: Instruction) -> list[str] | None:
-    """Sums and products of fp32, towards zero or an infinity."""
+    """fp32 sums and products rounded towards zero or an infinity."""
     if typed(i) != "f32" or i.root not in ("add", "sub", "mul", "fma") or i.has("sat"):
         return None
     return e.put(i.args[0], "f32", f"directed({i.among(DIRECTED)!r}, {i.root!r}, {e.reads(i.args[1:], 'f32')})")
@@ -308,7 +308,7 @@ def _unary(e: Emitter, i: Instruction) -> list[str] | None:
     return e.call(UNARY[r], d, t, x)
 
 
-# the value that an opcode makes, its type, and the types as which operands are read; t: the opcode's own
+# opcode -> formula, type of the result, types of the operands; t: the type in the opcode
 FORMULAS = {
     "copysign": ("np.copysign({1}, {0})", "t", "t t"),
     "popc": ("popc({})", "b32", "t"),
@@ -336,7 +336,7 @@ def _formula(e: Emitter, i: Instruction) -> list[str] | None:
 
 @handles("shl", "shr")
 def _shift(e: Emitter, i: Instruction) -> list[str] | None:
-    """Shifts by the width or more give 0, or the sign."""
+    """Shifts by at least the width give 0, or the sign."""
     t, (d, a, b) = typed(i), i.args
     bits, left = 8 * size_of(t), i.root == "shl"
     if not isinstance(b, Imm):
@@ -366,7 +366,7 @@ def _lookup(e: Emitter, i: Instruction) -> list[str] | None:
     return e.put(d, "b32", " | ".join(filter(None, parts)))
 
 
-# of y and z by the four bits of a table: bit 2 y + z. PTX ISA 9.7.8.6
+# functions of y and z by their truth table: bit 2 y + z. PTX ISA 9.7.8.6
 LOGIC = (
     "{y} & 0", "~({y} | {z})", "~{y} & {z}", "~{y}", "{y} & ~{z}", "~{z}", "{y} ^ {z}", "~({y} & {z})",
     "{y} & {z}", "~({y} ^ {z})", "{z}", "~{y} | {z}", "{y}", "{y} | ~{z}", "{y} | {z}", "{y} | ~{y}",
@@ -393,7 +393,7 @@ def _compare(e: Emitter, i: Instruction) -> list[str] | None:
 
 
 def _test(kind: str, x: str, y: str, floats: bool) -> str:
-    """Those that end in u, and nan alone, hold where x or y is a NaN. PTX ISA 9.7.6, comparisons."""
+    """Only comparisons that end in u, and nan, hold if x or y is NaN. PTX ISA 9.7.6, comparisons."""
     unordered = f"np.isnan({x}) | np.isnan({y})"
     if kind in ("num", "nan"):
         return unordered if kind == "nan" else f"~({unordered})"
@@ -405,7 +405,7 @@ def _test(kind: str, x: str, y: str, floats: bool) -> str:
 
 @handles("set")
 def _set(e: Emitter, i: Instruction) -> list[str] | None:
-    """Of two halves alone: 1.0 where it holds. PTX ISA 9.7.7.1."""
+    """Supports only f16x2: 1.0 where the comparison holds. PTX ISA 9.7.7.1."""
     if i.parts[2:] != ("f16x2", "f16x2"):
         return None
     d, a, b = i.args
@@ -429,14 +429,14 @@ def _move(e: Emitter, i: Instruction) -> list[str] | None:
         if isinstance(a, Vector):  # packed
             words = [f"({e.read(x, f'b{bits}')}.astype({dtype_of(t)}){by})" for x, by in zip(parts, shifts)]
             return e.put(d, t, " | ".join(words))
-        source = e.read(a, t)  # whose upper bits are lost where it is put
+        source = e.read(a, t)  # the assignment drops the upper bits
         return [line for x, by in zip(parts, shifts) for line in e.put(x, f"b{bits}", source + by)]
     return e.put(d, t, e.read(a, t))
 
 
 @handles("cvta")
 def _address(e: Emitter, i: Instruction) -> list[str] | None:
-    """Generic addresses are global ones here, or in the window of local memory; shared memory has none."""
+    """Generic addresses are global addresses, or in the local window; shared memory has no generic addresses here."""
     d, a = i.args
     if i.has("shared") or not i.has("u64"):
         return None
@@ -444,7 +444,7 @@ def _address(e: Emitter, i: Instruction) -> list[str] | None:
     return e.put(d, "u64", e.read(a, "u64") + window)
 
 
-PAIRS = {"bf16x2": "b32", "f16x2": "b32", "e4m3x2": "b16", "e5m2x2": "b16"}  # and the register of each
+PAIRS = {"bf16x2": "b32", "f16x2": "b32", "e4m3x2": "b16", "e5m2x2": "b16"}  # register type of each
 ROUNDED = ("rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi")
 
 

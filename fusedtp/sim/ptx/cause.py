@@ -1,8 +1,8 @@
-"""Why two accesses are not ordered: which part of a signal from the first's program to the second's is missing.
+"""Explains why two accesses are not ordered: which part of a signal between their programs is missing.
 
-A signal has four parts. A write releases what its thread did, after a barrier what all threads of the program did. A
-read sees that write and acquires. The scopes of both reach each other. A barrier lets the reader's other threads know.
-The first part that is missing is named, with its line; where no signal goes straight, of one by way of a third program.
+A signal has four parts. A write releases the accesses of its thread, or of the whole program after a barrier. A read
+sees that write and acquires. The two scopes include each other. A barrier passes the order on to the reader's other
+threads. The report names the first missing part, with its line; without a direct signal, of one via a third program.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Signal(NamedTuple):
 def cause(
     words: Collection[Word], events: list[Event], known: Known, first: int, by: int, tick: int, second: Event
 ) -> str:
-    """In words.
+    """The cause in words.
 
-    first, by, tick   event of the earlier access, its thread's coordinate, and the tick at which it happened
-    known             what the program knows that accesses now
+    first, by, tick   event of the earlier access, its thread's coordinate, and its tick
+    known             the clocks of the program of the current access
     """
     before = events[first]
     if before.where == second.where:
@@ -59,9 +59,9 @@ def cause(
 
 
 def _broken(words: Collection[Word], events: list[Event], first: int, by: int, tick: int, second: Event) -> str:
-    """The first part that is missing of a chain of two signals, by way of a third program; "" where there is none.
+    """The first missing part of a chain of two signals via a third program; "" if there is no such chain.
 
-    The third waits by loads: an atomic that takes a number of a common counter is not taken for a wait.
+    The third program must wait by loads: an atomic that draws a number from a shared counter does not count as a wait.
     """
     before = events[first]
     for one in _signals(words, events, before.where, first):
@@ -82,7 +82,7 @@ def _broken(words: Collection[Word], events: list[Event], first: int, by: int, t
 
 
 def _signals(words: Collection[Word], events: list[Event], where: tuple[int, str, int], after: int) -> Iterator[Signal]:
-    """By words that a program wrote after an event and some program read later. An atomic both writes and reads."""
+    """Signals by words that a program wrote after an event and any program read later. Atomics both write and read."""
     for word in words:
         for (_, writes), write in word.operations.items():
             if not writes or write.event <= after or events[write.event].where != where:
@@ -94,11 +94,11 @@ def _signals(words: Collection[Word], events: list[Event], where: tuple[int, str
 
 
 def _carrying(word: Word, by: int, tick: int) -> list[Source]:
-    """Who released, with a value of the word, what a thread did up to a tick."""
+    """The sources whose releases with a value of the word cover a thread's accesses up to a tick."""
     carried = [pair for write in word.writes for pair in write.carried.items()]
     return [source for source, clock in carried if by < clock.shape[1] and clock[GENERIC, by] >= tick]
 
 
 def _orders(event: Event, order: str) -> bool:
-    """Whether it releases, or acquires."""
+    """Whether the event releases, or acquires."""
     return f"({order}" in event.what or "(acq_rel" in event.what

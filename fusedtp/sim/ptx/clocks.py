@@ -1,22 +1,22 @@
 """Happens-before between the machine's threads, by vector clocks: PTX ISA 8.8, section 8.9 ("base causality order").
 
-A clock is an array [P, C] of int32 with one coordinate a thread and one a word that strong operations use:
+A clock is an array [P, C] of int32 with one coordinate per thread and one per word that strong operations use:
 
-    clock[0][thread]  what the thread did up to this tick of its program happened before
-    clock[0][word]    the newest write to the word that happened before, or that a read saw which happened before;
-                      nothing older may be read any more (8.9.5, causality order; 8.10.6, causality)
-    clock[1]          the same, of what a proxy fence lets asynchronous copies see (8.9.5, proxy-preserved)
-    clock[2]          of what one lets other addresses of the same memory see, where there are any: multimem.py
+    clock[0][thread]  everything that the thread did up to this tick of its program happened before
+    clock[0][word]    the newest write to the word that happened before, or that was seen by a read that happened
+                      before; nothing older may be read any more (8.9.5, causality order; 8.10.6, causality)
+    clock[1]          the same, for what a proxy fence makes visible to asynchronous copies (8.9.5, proxy-preserved)
+    clock[2]          the same, for what a fence makes visible through other addresses of the memory: multimem.py
 
-Edges between threads carry clocks: release patterns to acquire patterns (8.8), barriers, mbarriers, fence.sc,
-the end of work to the next on its stream. Where scopes do not reach both ways, there is no edge (8.7).
+Edges between threads carry clocks: release pattern to acquire pattern (8.8), barriers, mbarriers, fence.sc, and the end
+of a stream's work to its next work. If one scope does not include the other thread, there is no edge (8.7).
 
-Note [Threads share rows]. Clocks are of single threads: lanes of a warp are not ordered by the warp. Most threads of a
-program know the same, since they met at a barrier, so a program keeps a few rows and which of them each thread has; a
-thread gets a row of its own when it alone acquires something, until the next barrier. A thread's own coordinate is
-not in its row: it has always seen itself. One tick counts for all threads of a program; it goes on with each release,
-so a tick says exactly which accesses of a thread came before a release. So nothing is lost against a clock a thread,
-and a barrier costs one maximum over a few rows.
+Note [Threads share rows]. Each thread has its own clock: a warp does not order its lanes. But most threads of a program
+have equal clocks, because they met at a barrier. So a program stores a few rows, and the index of a row for each
+thread. A thread gets its own row when it alone acquires something, until the next barrier. A thread's own coordinate
+is not in its row: it always sees its own accesses. All threads of a program share one tick counter. Every release
+advances it, so a tick tells exactly which accesses of a thread precede a release. The result is as exact as one clock
+per thread, and a barrier costs one maximum over a few rows.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 Clock = Array  # [P, C]
-GENERIC, ASYNC, ALIAS, READONLY = 0, 1, 2, 3  # proxies, and ld.global.nc, for which there is no fence
+GENERIC, ASYNC, ALIAS, READONLY = 0, 1, 2, 3  # proxies, and ld.global.nc, which has no fence
 WIDER = {"cta": 0, "gpu": 1, "sys": 2}
 
 
 class Space:
-    """Coordinates of all threads and words of a schedule, and what fences of sequential consistency have published."""
+    """Allocates the clock coordinates of a schedule's threads and words; holds the clocks published by fence.sc."""
 
     def __init__(self, proxies: int = 2) -> None:
         self.proxies = proxies
-        self.count, self.capacity = 1, 256  # coordinate 0 is no one's
+        self.count, self.capacity = 1, 256  # coordinate 0 is unused
         self.fences: dict[Source, Clock] = {}
 
     def take(self, count: int) -> int:
@@ -50,20 +50,20 @@ class Space:
         return first
 
     def fitted(self, clock: Array) -> Array:
-        """With as many coordinates as there are now, which is more than it has."""
+        """The clock padded with zeros to the current capacity."""
         missing = self.capacity - clock.shape[-1]
         return np.concatenate([clock, np.zeros((*clock.shape[:-1], missing), np.int32)], axis=-1)
 
 
 class Source(NamedTuple):
-    """Who released, at which scope."""
+    """The program that released, and the scope."""
 
     rank: int
     program: int
     scope: str
 
     def reaches(self, other: Source) -> bool:
-        """Whether each scope includes the other's threads: 8.7. Every rank is a device."""
+        """Whether each scope includes the other's threads (8.7). Every rank is a device."""
         if self.program == other.program and self.rank == other.rank:
             return True
         if "cta" in (self.scope, other.scope):
@@ -72,7 +72,7 @@ class Source(NamedTuple):
 
 
 def joined(a: Clock, b: Clock) -> Clock:
-    """All that either clock knows."""
+    """The maximum of two clocks."""
     small, large = sorted((a, b), key=lambda c: c.shape[1])
     large = large.copy()
     np.maximum(large[:, : small.shape[1]], small, out=large[:, : small.shape[1]])
@@ -83,7 +83,7 @@ Carried = dict[Source, Clock]
 
 
 def carry(carried: Carried, more: Carried) -> None:
-    """Let a value carry more clocks."""
+    """Add clocks to those that a value carries."""
     for source, clock in more.items():
         known = carried.get(source)
         carried[source] = clock if known is None or known is clock else joined(known, clock)
@@ -91,7 +91,7 @@ def carry(carried: Carried, more: Carried) -> None:
 
 @dataclass
 class Slot:
-    """Coordinates of a program's threads, and of its asynchronous copies after them. Programs in a row share them."""
+    """Coordinates of a program's threads, then that of its asynchronous copies. Successive programs share a slot."""
 
     first: int
     threads: int
@@ -99,25 +99,25 @@ class Slot:
 
 
 class Rows(NamedTuple):
-    """Clocks of a program's threads at a moment."""
+    """The clocks of a program's threads at one moment."""
 
     rows: Array  # [R, P, C]
     which: Array  # [threads]
     used: int
 
     def newest(self, thread: int, coordinate: int) -> int:
-        """How far a thread knows another one or a word: the tick, or the number of the newest write; else 0."""
+        """A coordinate of a thread's clock: a thread's tick, or the number of a word's newest write; 0 if unknown."""
         row = self.rows[self.which[thread], GENERIC]
         return int(row[coordinate]) if coordinate < len(row) else 0
 
 
 class Known:
-    """What each thread of a program knows.
+    """The clocks of all threads of a program.
 
     engine    the coordinate of its asynchronous copies; began: what happened before its launch
-    scoped    who its threads are to others, by scope
-    pending   thread -> word -> what its relaxed reads of the word carried: a fence may acquire it later
-    fenced    thread -> scope -> its last fence that releases: what all threads knew, and the tick
+    scoped    its Source for each scope
+    pending   thread -> word -> clocks that its relaxed reads of the word carried: a fence may acquire them later
+    fenced    thread -> scope -> its last releasing fence: the clocks of all threads at that time, and the tick
     """
 
     def __init__(self, space: Space, slot: Slot, source: Source, start: Clock | None = None) -> None:
@@ -140,13 +140,13 @@ class Known:
         return Rows(self.rows, self.which, self.used)
 
     def frozen(self) -> Rows:
-        """As it is now, also later."""
+        """A snapshot of the current clocks."""
         if self._frozen is None:
             self._frozen = Rows(self.rows[: self.used].copy(), self.which.copy(), self.used)
         return self._frozen
 
     def ticks(self, at: Rows, threads: Array, coordinates: Array, proxy: int) -> Array:
-        """How far each thread knows a coordinate. coordinates [n] or [n, k] of n threads."""
+        """The given coordinates of each thread's clock. coordinates: [n] or [n, k] for n threads."""
         rows = at.rows if at.rows.shape[2] >= self.space.count else self.space.fitted(at.rows)
         if at.used == 1:
             return rows[0, proxy].take(coordinates)
@@ -154,34 +154,34 @@ class Known:
         return rows[which if coordinates.ndim == 1 else which[:, None], proxy, coordinates]
 
     def clock(self, thread: int) -> Clock:
-        """All that a thread knows, itself included; what it does from here on is not in it."""
+        """A thread's clock with its own coordinate, for a release: its later accesses are not included."""
         clock: Clock = self.rows[self.which[thread]].copy()
         clock[GENERIC, self.first + thread] = self.over()
         return clock
 
     def together(self, threads: Array) -> Clock:
-        """All that these threads know, themselves included."""
+        """The joint clock of these threads, with their own coordinates."""
         held = list(set(self.which[threads].tolist())) if self.used > 1 else [0]
         clock: Clock = self.rows[held].max(0) if len(held) > 1 else self.rows[held[0]].copy()
         clock[GENERIC, self.first + threads] = self.over()
         return clock
 
     def over(self) -> int:
-        """The tick that ends now: what threads do from here on has a later one."""
+        """End the current tick and return it; later accesses get a later tick."""
         self.slot.tick += 1
         return self.slot.tick - 1
 
     # -- edges -------------------------------------------------------------------------------------------------------
 
     def join(self, threads: Array, clock: Clock) -> None:
-        """These threads know what `clock` does."""
+        """Join `clock` into the clocks of these threads."""
         width = clock.shape[1]
 
         def lacking() -> list[int]:
             return [at for at in set(self.which[threads].tolist()) if (clock > self.rows[at, :, :width]).any()]
 
         if width <= self.rows.shape[2] and not lacking():
-            return  # as in a poll that sees what the last one saw
+            return  # nothing new, such as a poll that sees the same write again
         self._fit()
         for at in lacking():
             own = self._own(at, threads[self.which[threads] == at])
@@ -189,7 +189,7 @@ class Known:
             np.maximum(row, clock, out=row)
 
     def meet(self, threads: Array, others: Sequence[Clock] = ()) -> None:
-        """A barrier of these threads. others: of threads that have only arrived."""
+        """A barrier of these threads. others: clocks of threads that arrive without waiting."""
         self._fit()
         if self.used == 1 and not others and len(threads) == self.threads:
             self.rows[0, GENERIC, self.first : self.engine] = self.over()
@@ -202,18 +202,18 @@ class Known:
             self.rows[at] = clock
 
     def same(self, threads: Array) -> bool:
-        """Whether these threads know the same, but for themselves."""
+        """Whether these threads have equal clocks, apart from their own coordinates."""
         return self.used == 1 or bool((self.which[threads] == self.which[threads[0]]).all())
 
     def observe(self, threads: Array, word: int, number: int) -> None:
-        """Threads that know the same have read or written this write of a word."""
+        """Record that these threads, which have equal clocks, read or made this write of a word."""
         if self.now().newest(int(threads[0]), word) < number:
             self._fit()
             own = self._own(int(self.which[threads[0]]), threads)
             self.rows[own, GENERIC, word] = number
 
     def acquire(self, threads: Sequence[int], carried: Carried, scope: str) -> None:
-        """What a value carries, as far as scopes reach."""
+        """Join the clocks that a value carries, where the scopes include each other."""
         me = self.scoped[scope]
         for source, clock in carried.items():
             if source.reaches(me):
@@ -235,7 +235,7 @@ class Known:
                 self.fenced.setdefault(thread, {})[scope] = published
 
     def fence_proxy(self, threads: Array, proxy: int) -> None:
-        """What these threads know by ordinary accesses, another proxy may see, if something uses that one."""
+        """Make visible to `proxy` what these threads know by generic accesses. No effect if nothing uses the proxy."""
         if proxy >= self.space.proxies:
             return
         self._fit()
@@ -248,26 +248,26 @@ class Known:
             row[proxy, self.first + members] = tick
 
     def released(self, thread: int, order: str, scope: str) -> Carried:
-        """What a strong write of a thread carries by its own order and by the fences before it: 8.8."""
+        """The clocks that a strong write carries, by its own order and by earlier fences of its thread (8.8)."""
         carried: Carried = {}
         if order in ("release", "acq_rel"):
             carried[self.scoped[scope]] = self.clock(thread)
         for of, (at, tick) in self.fenced.get(thread, {}).items():
             if carried and WIDER[of] <= WIDER[scope]:
-                continue  # the release carries more, and as far
+                continue  # the release carries more, at a scope at least as wide
             clock = at.rows[at.which[thread]].copy()
             clock[GENERIC, self.first + thread] = tick
             carry(carried, {self.scoped[of]: clock})
         return carried
 
     def copied(self) -> Clock:
-        """What the end of an asynchronous copy publishes: that alone, 8.9.1.1."""
+        """The clock that the end of an asynchronous copy publishes: only the copy itself (8.9.1.1)."""
         clock = np.zeros((self.space.proxies, self.space.capacity), np.int32)
         clock[:, self.engine] = self.over()
         return clock
 
     def end(self) -> Clock:
-        """What the end of the program publishes to what its stream does next: all, for every proxy."""
+        """The clock that the end of the program passes to the next work of its stream: everything, for every proxy."""
         clock = self.together(np.arange(self.threads))
         clock[GENERIC, self.engine] = self.over()
         clock[ASYNC:] = clock[GENERIC]
@@ -276,7 +276,7 @@ class Known:
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def _fit(self) -> None:
-        """Before a change: room for all coordinates, and no row that no thread has."""
+        """Prepare the rows for a change: make room for all coordinates, and drop unused rows when they run out."""
         self._frozen = None
         if self.rows.shape[2] < self.space.count:
             self.rows = self.space.fitted(self.rows)
@@ -284,11 +284,11 @@ class Known:
             held = np.unique(self.which)
             self.rows[: len(held)], self.which = self.rows[held], np.searchsorted(held, self.which)
             self.used = len(held)
-            if 2 * self.used > len(self.rows):  # else the next ones come here again soon
+            if 2 * self.used > len(self.rows):  # otherwise they would run out again soon
                 self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
 
     def _own(self, at: int, members: Array) -> int:
-        """A row that these threads, which have row `at`, have alone: the same, or a copy where others have it too."""
+        """A row of these threads alone: their row `at` itself, or a copy if other threads share it."""
         if np.count_nonzero(self.which == at) == len(members):
             return at
         self.which[members] = new = self._free()
@@ -296,7 +296,7 @@ class Known:
         return new
 
     def _free(self) -> int:
-        """A row that no thread has."""
+        """The index of an unused row."""
         if self.used == len(self.rows):
             self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
         self.used += 1

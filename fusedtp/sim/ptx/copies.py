@@ -1,10 +1,10 @@
-"""Asynchronous copies: cp.async, tensor copies (TMA) and the mbarriers that tell of their end.
+"""Asynchronous copies: cp.async, tensor copies (TMA) and the mbarriers that signal their completion.
 
 PTX ISA 8.8: 9.7.9.25 (cp.async, cp.async.bulk.tensor), 9.7.13.15 (mbarrier).
 
-Late copies read and write at their wait, and what they will overwrite is poison until then: a cp.async at its
-wait_group, a tensor load once a thread polls its mbarrier, a tensor store at its wait_group. Two that are under way to
-one place race, whichever has to be waited for first.
+Late copies read and write only at their wait; until then their destination is poisoned. The wait is wait_group for a
+cp.async and a tensor store, and a poll of the mbarrier for a tensor load. Two copies in flight to the same place race,
+in whichever order the kernel waits for them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .numerics import REDUCTIONS
 from .parse import Address, Imm, Instruction
 from .shared import READ, WRITE
 
-Lanes = Any  # that of program.py, which imports this file, as its Program
+Lanes = Any  # program.Lanes and program.Program; program.py imports this file
 Program = Any
 Array = np.ndarray[Any, Any]
-ALL = -1  # groups that a wait leaves under way: none, and nothing either that is in no group yet
-POISON = np.uint64(0x7F7F7F7F7F7F7F7F)  # a NaN in every float of 8 to 32 bits
+ALL = -1  # groups that a wait may leave in flight: none, not even copies that are not committed yet
+POISON = np.uint64(0x7F7F7F7F7F7F7F7F)  # NaN in every float format of 8 to 32 bits
 
 
 # -- cp.async ----------------------------------------------------------------------------------------------------------
@@ -55,15 +55,15 @@ def _count(x: Any) -> int:
 
 
 class _Copy(NamedTuple):
-    """Of each lane: number, group, places in shared memory, addresses, bytes that are read (the rest is 0)."""
+    """Per lane: number, group, place in shared memory, address, bytes to read (the rest is 0)."""
 
     lanes: Array
     groups: Array
     to: Array
     of: Array
     read: Array
-    issued: Rows  # what the program's threads knew then
-    begun: int  # the tick then
+    issued: Rows  # clocks of the program's threads at issue
+    begun: int  # tick at issue
     size: int
     site: Site
 
@@ -72,7 +72,7 @@ class _Copy(NamedTuple):
 
 
 class _Issued:
-    """Copies that lanes have issued and not waited for; groups are a thread's own."""
+    """Copies that lanes have issued but not waited for; groups are per thread."""
 
     def __init__(self, threads: int) -> None:
         self.groups = np.zeros(threads, np.int64)
@@ -83,7 +83,7 @@ class _Issued:
 
 
 class Copies(_Issued):
-    """cp.async: `issued` holds a _Copy each."""
+    """cp.async copies. `issued` holds a _Copy for each instruction."""
 
     def issue(self, lanes: Lanes, to: Array, of: Array, size: int, read: Array, mask: Any, site: Site) -> None:
         chosen = lanes.chosen(mask)
@@ -135,9 +135,9 @@ class Copies(_Issued):
 
 @dataclass
 class Barrier:
-    """count: arrivals that complete a phase; pending: those still missing; bytes: of copies that have not landed.
+    """count: arrivals that complete a phase; pending: arrivals still missing; bytes: expected and not yet landed.
 
-    clock, over   what arrivals of this phase, and of the one before, release: 9.7.13.15, semantics of mbarrier
+    clock, over   clocks released by arrivals of this phase, and of the previous one: 9.7.13.15, semantics of mbarrier
     """
 
     count: int
@@ -148,7 +148,7 @@ class Barrier:
     over: Clock | None = None
 
     def count_down(self, clock: Clock | None, arrivals: int, nbytes: int) -> None:
-        """clock: what arrives releases; nbytes: that copies will bring, or less than 0, have brought."""
+        """clock: released by the arrival; nbytes: bytes that copies will bring, or if negative, have brought."""
         if clock is not None:
             self.clock = clock if self.clock is None else joined(self.clock, clock)
         self.pending, self.bytes = self.pending - arrivals, self.bytes + nbytes
@@ -189,7 +189,7 @@ def _bulk(e: Emitter, i: Instruction) -> list[str] | None:
         return [f"S.bulk.wait(S, {_count(i.args[0])}, {e.mask}, {i.has('read')})"]
     if not i.has("tensor") or i.has("im2col", "multicast::cluster", "prefetch", "tile::gather4", "tile::scatter4"):
         return None
-    loads = not i.has("bulk_group")  # which tells of the end of stores, as an mbarrier does of that of loads
+    loads = not i.has("bulk_group")  # stores complete through a bulk group, loads through an mbarrier
     tensor, shared = (i.args[1], i.args[0]) if loads else i.args[:2]
     assert isinstance(tensor, Address)
     coordinates = ", ".join(e.read(x, "s32") for x in tensor.coordinates)
@@ -203,7 +203,7 @@ def _bulk(e: Emitter, i: Instruction) -> list[str] | None:
 
 
 class BulkCopies(_Issued):
-    """Tensor copies. `issued` holds stores, with their lane and group; loads wait in the program, for whoever polls
+    """Tensor copies. `issued` holds stores with their lane and group. Program.loads holds loads until any thread polls
     their mbarrier.
     """
 
@@ -228,7 +228,7 @@ class BulkCopies(_Issued):
             self.issued.append((lane, int(self.groups[lane]), copy))
 
     def wait(self, lanes: Lanes, left: int, mask: Any, reads: bool) -> None:
-        """reads: only until shared memory is read, 9.7.9.25.5.2."""
+        """reads: wait only until the stores have read shared memory, 9.7.9.25.5.2."""
         kept = []
         for lane, group, store in self.issued:
             over = (mask is True or mask[lane]) and group < self.groups[lane] - left
@@ -247,10 +247,10 @@ def _of(value: Any, lane: int) -> int:
 
 
 class TensorCopy:
-    """One tensor copy on its way. Of a value for each lane, or one for all, it keeps that of the lane that issues it.
+    """One tensor copy in flight. Its operands, given per lane or for all lanes, are those of the issuing lane.
 
-    shared   address of its box in shared memory; cells: of it, [1, n]
-    issued   what the program's threads knew then; begun: the tick then
+    shared   address of its box in shared memory; cells: the cells of the box, [1, n]
+    issued   clocks of the program's threads at issue; begun: tick at issue
     """
 
     def __init__(self, lanes: Lanes, lane: int, tensor: Any, shared: Any, at: list[Any], site: Site) -> None:
@@ -259,17 +259,17 @@ class TensorCopy:
         self.tensor: TensorMap = lanes.program.tensor_map(_of(tensor, lane), self.thread, site)
         self.shared, self.coordinates = _of(shared, lane), tuple(_of(x, lane) for x in at)
         self.issued: Rows = lanes.window.known.frozen()
-        each = max(1, (1 << shift) // self.tensor.itemsize)  # elements of a cell, 16 bytes being together
+        each = max(1, (1 << shift) // self.tensor.itemsize)  # elements per cell; 16 bytes stay together
         self.cells = self.tensor.places(self.shared).reshape(1, -1)[:, ::each] >> shift
 
     def elements(self) -> tuple[Array, Array, Array]:
-        """Of the box's elements: which lie in the tensor, the addresses of these, and their thread."""
+        """The box's elements: a mask of those inside the tensor, their addresses, and their thread."""
         where, inside = self.tensor.elements(self.coordinates)
         return inside, where[inside], np.full(np.count_nonzero(inside), self.thread)
 
 
 class TensorStore(TensorCopy):
-    """reduces: the operation by which it is joined with what stands there, or ""; words: what it has read."""
+    """reduces: the operation that combines it with the old values, or ""; words: the data read from shared memory."""
 
     def __init__(self, lanes: Lanes, lane: int, tensor: Any, of: Any, at: list[Any], site: Site, reduces: str) -> None:
         super().__init__(lanes, lane, tensor, of, at, site)
@@ -277,7 +277,7 @@ class TensorStore(TensorCopy):
         self.words: Array | None = None
 
     def read(self, program: Program) -> Array:
-        """Its words of shared memory, as they are when this is first asked."""
+        """Its words of shared memory, read at the first call."""
         if self.words is None:
             places = self.tensor.places(self.shared)[..., None] + np.arange(self.tensor.itemsize)
             self.words = program.shared[places].view(f"u{self.tensor.itemsize}")[..., 0]
@@ -285,7 +285,7 @@ class TensorStore(TensorCopy):
         return self.words
 
     def land(self, program: Program) -> None:
-        """Elements outside of the tensor are not written. A reduction is relaxed, of gpu scope: 9.7.9.25.5.4."""
+        """Elements outside the tensor are not written. A reduction is relaxed at gpu scope: 9.7.9.25.5.4."""
         inside, places, threads = self.elements()
         words = self.read(program)[inside]
         if self.reduces and len(places):
@@ -298,14 +298,14 @@ class TensorStore(TensorCopy):
 
 
 class TensorLoad(TensorCopy):
-    """barrier: address of the mbarrier that it tells of its end."""
+    """barrier: address of the mbarrier that signals its completion."""
 
     def __init__(self, lanes: Lanes, lane: int, tensor: Any, to: Any, at: list[Any], site: Site, barrier: Any) -> None:
         super().__init__(lanes, lane, tensor, to, at, site)
         self.barrier = _of(barrier, lane)
 
     def land(self, program: Program) -> None:
-        """Elements outside of the tensor become 0."""
+        """Elements outside the tensor become 0."""
         inside, places, threads = self.elements()
         nb, how = self.tensor.itemsize, ("weak", "", self.site, self.issued, ASYNC)
         words = np.zeros(self.tensor.box, f"u{nb}")

@@ -1,10 +1,10 @@
-"""Tensor descriptors, that tensor copies (TMA) go by: of the host, or made by a kernel.
+"""Tensor descriptors of tensor copies (TMA), made by the host or by a kernel.
 
 PTX ISA 8.8: 5.5 (tensors, swizzling), 9.7.9.27 (tensormap.replace), 9.7.13.16 (tensormap.cp_fenceproxy), 9.7.13.4
 (fence.proxy.tensormap).
 
-A kernel sets one field by field in shared memory, copies it to global memory, and lets copies see it by a fence. What
-its 128 bytes look like is hardware's own; here they are FIELDS.
+A kernel sets the fields of a descriptor in shared memory, copies it to global memory, and makes it visible to tensor
+copies with a fence. The hardware's layout of the 128 bytes is not documented; the machine uses FIELDS.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ ELEMENTS = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f32", "f64",
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What a descriptor says: a tensor in memory, and the box of it that a copy moves. Outermost first, in elements."""
+    """A decoded descriptor: a tensor in memory, and the box that a copy moves. Outermost first, in elements."""
 
     base: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
-    type: str  # of an element, as PTX names it
-    swizzle: int  # 0 none, 1 to 3 for rows of 32, 64, 128 bytes in shared memory
+    type: str  # PTX type of an element
+    swizzle: int  # 0: none; 1, 2, 3: rows of 32, 64, 128 bytes in shared memory
 
     @property
     def itemsize(self) -> int:
@@ -51,7 +51,7 @@ class TensorMap:
         return int(np.prod(self.box)) * self.itemsize
 
     def places(self, start: int) -> Array:
-        """Of the box's elements in shared memory, outermost first."""
+        """Places of the box's elements in shared memory, outermost first."""
         at = start + np.arange(int(np.prod(self.box))) * self.itemsize
         return swizzled(at, (1 << self.swizzle) - 1).reshape(self.box)
 
@@ -66,7 +66,7 @@ class TensorMap:
 
 
 def of_bytes(words: Array) -> TensorMap:
-    """What a kernel has written. Raises UnsupportedPtx for layouts that Triton does not ask for."""
+    """Decodes a descriptor that a kernel has written. Raises UnsupportedPtx for layouts that Triton does not use."""
     said = words.reshape(-1).view(FIELDS)[0]
     element, dims = int(said["elemtype"]), int(said["rank"]) + 1
     if not element < len(ELEMENTS) or said["interleave_layout"] or said["fill_mode"]:
@@ -81,7 +81,7 @@ def of_bytes(words: Array) -> TensorMap:
 
 
 def misaligned(words: Array) -> str:
-    """What of a descriptor is no multiple of 16 bytes, which copies want: CUDA Driver API, cuTensorMapEncodeTiled."""
+    """The field that is no multiple of 16 bytes, as required by cuTensorMapEncodeTiled (CUDA Driver API); else ""."""
     said = words.reshape(-1).view(FIELDS)[0]
     strides = said["global_stride"][: int(said["rank"])]
     return "the address" if said["global_address"] % 16 else "a stride" if (strides % 16).any() else ""

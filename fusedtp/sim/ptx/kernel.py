@@ -1,7 +1,7 @@
-"""A kernel's PTX as Python functions, one a block of instructions without a jump.
+"""Translates a kernel's PTX into Python functions, one per basic block.
 
-A block ends at a jump or a barrier, and before an instruction that may see what other programs do at that moment: there
-the machine can let another program run.
+A block ends at a jump or a barrier, and before an instruction that may observe other programs, where the machine may
+switch to another program.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ BARRIERS = ("bar", "barrier")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """run(lanes), of all lanes; then `end`: a jump or barrier, or None.
+    """run(lanes) executes the block for all lanes; then comes `end`: a jump, a barrier, or None.
 
-    pauses   others may run before it
-    target   of the jump; jumps: whether `end` is one; count: instructions, the first of which stands at `site`
+    pauses   other programs may run before the block
+    target   of the jump; jumps: whether `end` is a jump; count: number of instructions; site: of the first one
     """
 
     run: Callable[[Any], None]
@@ -43,7 +43,7 @@ class Block:
 
 @dataclass
 class Kernel:
-    """A translated kernel. bodies: instructions of the blocks, without their ends."""
+    """A translated kernel. bodies: the instructions of each block without its end."""
 
     listing: Listing
     blocks: tuple[Block, ...]
@@ -51,12 +51,12 @@ class Kernel:
 
     @cached_property
     def masked(self) -> list[Callable[[Any, Any], None]]:
-        """run(lanes, mask) of each block, for those of its lanes that a branch has sent there."""
+        """run(lanes, mask) of each block, for diverged lanes."""
         return _functions(self.listing, self.bodies, every=False)
 
     @cached_property
     def specialized(self) -> bool:
-        """Whether its warps do different things, and meet at barriers of some of them."""
+        """Whether the kernel is warp-specialized: its warps run different code and use barriers of some warps."""
         barriers = [i for i in self.listing.instructions if i.root in BARRIERS and not i.has("warp")]
         first = [i for i in barriers if i.args and isinstance(i.args[0], Imm) and int(i.args[0].text, 0) == 0]
         return len(first) < len(barriers) or any(i.root == "setmaxnreg" for i in self.listing.instructions)
@@ -69,13 +69,13 @@ class Kernel:
 
     @cached_property
     def by_tma(self) -> bool:
-        """Whether it copies by TMA, which reaches global memory by the async proxy."""
+        """Whether the kernel copies by TMA, which accesses global memory through the async proxy."""
         return any(i.root == "cp" and i.has("bulk") for i in self.listing.instructions)
 
 
 @lru_cache(maxsize=256)
 def translated(text: str, shared: int) -> Kernel:
-    """The kernel of a PTX text. Raises UnsupportedPtx naming the opcode and its source line."""
+    """Translates the kernel of a PTX text. Raises UnsupportedPtx naming the opcode and its source line."""
     listing = parse(text, shared)
     instructions = listing.instructions
     starts = {0, *listing.labels.values(), len(instructions)}
@@ -98,7 +98,7 @@ def _ends_block(i: Instruction) -> bool:
 
 
 def _functions(listing: Listing, bodies: list[list[Instruction]], every: bool) -> list[Any]:
-    """One of each block: of the lanes, all of them, or of the lanes and a mask."""
+    """One function per block: f(lanes) if `every`, else f(lanes, mask)."""
     emitter = Emitter(every, _unread(listing))
     source = []
     for number, body in enumerate(bodies):
@@ -113,7 +113,7 @@ def _functions(listing: Listing, bodies: list[list[Instruction]], every: bool) -
 
 
 def _unread(listing: Listing) -> frozenset[Operand]:
-    """Registers that instructions only write: they are first operands alone."""
+    """Registers that are written but never read: they occur only as first operands."""
     written: set[Operand] = set()
     read: set[Operand] = {i.guard for i in listing.instructions if i.guard is not None}
     for i in listing.instructions:
@@ -131,7 +131,7 @@ def _registers(x: Operand) -> Iterator[Reg]:
 
 
 def _lines(emitter: Emitter, body: list[Instruction]) -> list[str]:
-    """Consecutive products of tensor cores that do not depend on each other become one."""
+    """Lines of Python for a block. Merges consecutive independent mma instructions into one call."""
     runs: list[list[Instruction]] = []
     written: set[Operand] = set()
     for i in body:
@@ -159,4 +159,4 @@ def _target(end: Instruction | None, labels: dict[str, int]) -> int:
     return labels[label.name]
 
 
-HANDLED_BY = (access, copies, descriptors, tensor_core)  # whose opcodes are known once they are imported
+HANDLED_BY = (access, copies, descriptors, tensor_core)  # importing them registers their opcodes

@@ -1,7 +1,7 @@
-"""What Triton compiles for a launch, and the bits of the kernel's parameters. Needs no GPU and no assembler.
+"""Compiles the kernel of a launch with Triton and packs its parameters. Needs no GPU and no assembler.
 
-Kernels are compiled with what device_assert checks, and without what device_print prints. A device function that the
-launch replaces is compiled with the body that stands in for it.
+Kernels are compiled with device_assert enabled and device_print disabled. A device function that the launch replaces
+is compiled with the body of its replacement.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .parse import UnsupportedPtx
 
 Edit = Callable[[str], str]
 SCRATCH = "%scratch"
-CHECKED = {"debug": True, "sanitize_overflow": False}  # device_assert, but no check of integers that may wrap
+CHECKED = {"debug": True, "sanitize_overflow": False}  # device_assert, but no checks of integer overflow
 
 
 class Compiler:
-    """Compiles launches for one target, each specialisation once. edit: changes the PTX, to seed a fault."""
+    """Compiles launches for one target, each specialization once. edit: changes the PTX, to seed a fault."""
 
     def __init__(self, target: str, edit: Edit | None = None) -> None:
         if target not in TARGETS:
@@ -40,9 +40,9 @@ class Compiler:
         self._made: dict[Any, tuple[str, int, list, int]] = {}
 
     def compiled(self, launch: Launch) -> tuple[Kernel, dict[str, Any]]:
-        """The kernel, and its parameters by name, with the special registers that the launch sets.
+        """The kernel, and its parameters by name, including the special registers that the launch sets.
 
-        A kernel that asks for scratch memory, for descriptors that it makes, gets some: also there, as SCRATCH.
+        A kernel that needs scratch memory for device-side descriptors gets it; the parameters hold it as SCRATCH.
         Raises UnsupportedPtx for an opcode, UnsupportedKernel for a kernel that does not compile for this target.
         """
         import triton
@@ -80,18 +80,18 @@ class Compiler:
         if scratch:
             size = scratch * int(np.prod(launch.shape))
             (held,) = symmetric("scratch", 1, (size + NBYTES,), torch.uint8).tensors
-            first = -held.data_ptr() % NBYTES  # where a descriptor may begin, as Triton's does
+            first = -held.data_ptr() % NBYTES  # aligned for descriptors, like Triton's allocation
             memory[SCRATCH] = held[first : first + size]
             given.append(memory[SCRATCH].data_ptr())
         sizes = made.listing.parameters
-        given += [0] * (len(sizes) - len(given))  # scratch that it does not ask for, and that of Triton's profiler
+        given += [0] * (len(sizes) - len(given))  # unused scratch, and that of Triton's profiler
         held_in = zip(given, sizes.items(), strict=True)
         parameters = {n: x if isinstance(x, TensorMap) else x & ((1 << 8 * size) - 1) for x, (n, size) in held_in}
         parameters |= {f"%envreg{n}": value for n, value in enumerate(getattr(launch, "environment", ()))}
         return made, parameters | memory
 
     def _compile(self, source: Any, options: Any, gpu: Any, replace: Mapping[Any, Any]) -> tuple[str, int, list, int]:
-        """PTX, bytes of shared memory, what the compiler says of TMA descriptors, and bytes of scratch memory."""
+        """PTX, bytes of shared memory, the compiler's metadata of TMA descriptors, and bytes of scratch memory."""
         made = compiled_to_ptx(source, options, gpu, replace)
         text = made.asm["ptx"]
         maps = [dict(each) for each in getattr(made.metadata, "tensordesc_meta", None) or ()]
@@ -100,7 +100,7 @@ class Compiler:
 
 
 def _said(error: BaseException) -> str:
-    """The compiler's words: each call of a helper that led to the error, with the kernel's lines, and why at last."""
+    """The compiler's messages: each helper call that led to the error, with the kernel's lines, then the reason."""
     words = []
     at: BaseException | None = error
     while at is not None:
@@ -110,7 +110,7 @@ def _said(error: BaseException) -> str:
 
 
 def _flat(t: Any, value: Any, maps: Iterator[dict[str, Any]]) -> Iterator[int | TensorMap]:
-    """Parameters that an argument of type t becomes, as Triton's launcher expands it."""
+    """The parameters of an argument of type t, expanded as by Triton's launcher."""
     if isinstance(t, tuple | list):
         for inner, item in zip(t, value, strict=True):
             yield from _flat(inner, item, maps)

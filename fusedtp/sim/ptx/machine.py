@@ -1,11 +1,11 @@
-"""One schedule of one run, of compiled kernels: the programs of all ranks, interleaved by a seed.
+"""Runs one schedule of compiled kernels: the programs of all ranks, interleaved by a seed.
 
-streams of a rank    work in order of issue; programs of a launch start in ascending order, at most `resident` of a
-                     rank alive at once, those of a cooperative launch together; the next work starts when all of
-                     them have ended
-turns                before every instruction that may see what other programs do, the strategy chooses who goes on
-sleep                a program that polls in vain gets no turn until a word that it polls has changed, or many others
-                     have; if all sleep, every program polls on for a while; then it is a deadlock
+streams of a rank    run their work in order of issue. The programs of a launch start in ascending order, at most
+                     `resident` of a rank at once; those of a cooperative launch start together. The next work starts
+                     when all of them have ended
+turns                before every instruction that may observe other programs, the strategy picks the next program
+sleep                a program that polls in vain gets no turn until a word that it polls changes, or many other words
+                     do; if all programs sleep, all of them poll for a while longer; then it is a deadlock
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .launch import SCRATCH, Compiler
 from .memory import UNSIGNED, Line, Window
 from .program import Program
 
-# Polls in vain before a program sleeps; and once all sleep: enough for this library's to look at the clock
+# Polls in vain before a program sleeps, and the same once all sleep: enough for this library's waits to read the clock
 PATIENCE, LAST_PATIENCE = 3, 2000
-LONG_PATIENCE = 300  # polls in vain of one rank's programs, in every fifth schedule: so loops with a bound run out
-# changes of other words that wake a sleeper all the same: it may work, and only look at a flag
+LONG_PATIENCE = 300  # the same for one rank's programs in every fifth schedule: loops with a bound then run out
+# This many changes of other words also wake a sleeper: it may do other work and only glance at a flag
 RESTLESS = 256
 MOST_TURNS = 500_000
 HOST = Site("host", 0, "host", 0)
@@ -52,9 +52,9 @@ class Stream:
         self.width = max(map(_programs, work))
         self.todo: deque[tuple[Work, int]] = deque()
         self.alive = 0
-        self.slots: dict[int, Slot] = {}  # of programs by number: those of one launch after those of another
-        self.before: Clock | None = None  # what happened before the work that runs now
-        self.after: Clock | None = None  # and before the next: the work that has ended too
+        self.slots: dict[int, Slot] = {}  # by number of the program; successive launches share them
+        self.before: Clock | None = None  # what happens before the current work
+        self.after: Clock | None = None  # what happens before the next work: also the work that has ended
 
 
 def _programs(work: Work) -> int:
@@ -62,13 +62,13 @@ def _programs(work: Work) -> int:
 
 
 class HostWork:
-    """A copy, a signal or a wait: piece by piece. copied: bytes."""
+    """A copy, a signal or a wait; a copy runs piece by piece. copied: bytes."""
 
     def __init__(self, work: Copy | Signal | Await, window: Window) -> None:
         self.work, self.window, self.site, self.ended, self.copied = work, window, HOST, False, 0
 
     def turn(self) -> None:
-        """cuStreamWriteValue releases, with its fence, and cuStreamWaitValue acquires at system scope."""
+        """cuStreamWriteValue releases if it fences, and cuStreamWaitValue acquires, both at system scope."""
         work, window, thread = self.work, self.window, np.zeros(1, np.int64)
         if isinstance(work, Copy):
             count, size = work.src.numel(), work.src.element_size()
@@ -91,7 +91,7 @@ class HostWork:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without Python's search for cycles: it walks all that torch and Triton hold, and a schedule makes few."""
+    """Disables the garbage collector: it walks all objects of torch and Triton, and a schedule makes few cycles."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -104,8 +104,8 @@ def uncollected() -> Iterator[None]:
 class Machine:
     """Runs one schedule; `run` raises SimulationFault.
 
-    compiler    of the launches' kernels
-    resident, weak, fine    as explore.Schedule has them; trace, waived as Line has
+    compiler    compiles the kernels of the launches
+    resident, weak, fine    see explore.Schedule; trace, waived: see Line
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Machine:
         waived: dict[str, int] | None = None,
     ) -> None:  # fmt: skip
         self.rng = random.Random(seed)
-        given = [[copy(each) for each in work] for work in run.work]  # one that is given twice is two
+        given = [[copy(each) for each in work] for work in run.work]  # a launch listed twice is two launches
         launches = [(rank, each) for rank, work in enumerate(given) for each in work if isinstance(each, Launch)]
         self.compiled = {id(each): compiler.compiled(each) for _, each in launches}
         held = []
@@ -161,7 +161,7 @@ class Machine:
     # -- turns -------------------------------------------------------------------------------------------------------
 
     def _awake(self, actor: Actor) -> bool:
-        """Whether it gets turns; a sleeper that has reason to wakes up."""
+        """Whether the actor gets turns. Wakes a sleeper that has a reason to wake."""
         if actor.asleep_since >= 0:
             changes = self.line.changes - actor.asleep_since
             if actor.window.woken or changes >= (RESTLESS if actor.window.watched else 1):
@@ -186,7 +186,7 @@ class Machine:
             self._note("wait", chosen)
 
     def _roused(self) -> bool:
-        """All sleep, one of them maybe between two polls of work that goes on: let all poll on, each time longer."""
+        """All sleep, but one may be polling between steps of other work: let all poll again, longer each time."""
         if all(actor.patience == LAST_PATIENCE for actor in self.live):
             return False
         for actor in self.live:
@@ -194,7 +194,7 @@ class Machine:
         return True
 
     def _note(self, kind: str, actor: Actor) -> None:
-        """A moment of a program as a whole; of one that waits with what it polls."""
+        """Trace an event of a whole program; for a wait, with the word that it polls."""
         if self.line.trace is None:
             return
         moment = Moment(len(self.line.events), *actor.window.where, f"{kind}s", kind=kind)
@@ -238,7 +238,7 @@ class Machine:
             name, words = type(work).__name__.lower(), ("copy reads", "copy writes")
             does = HostWork(work, self._window(stream, name, 0, 1, words))
         for actor in self.live:
-            actor.patience = actor.least  # who waits does not keep its turn from one that starts
+            actor.patience = actor.least  # a waiting program soon sleeps again, so that the new one gets its turn
         patience = LONG_PATIENCE if stream.rank == self.patient else PATIENCE
         self.live.append(Actor(stream, stream.first_slot + number, self.started, does, patience))
         self._note("start", self.live[-1])
@@ -246,7 +246,7 @@ class Machine:
         stream.alive += 1
 
     def _window(self, stream: Stream, name: str, number: int, threads: int, *words: tuple[str, str]) -> Window:
-        """Its threads have the coordinates of those of the program before it on the stream, if that has as many."""
+        """The window reuses the slot of the previous program with this number on the stream if the threads match."""
         slot = stream.slots.get(number)
         if slot is None or slot.threads != threads:
             slot = stream.slots[number] = Slot(self.line.space.take(threads + 1), threads)

@@ -1,18 +1,18 @@
-"""Memory as the machine's programs see it: named tensors at their real addresses, and what a read may return.
+"""Global memory as the programs see it: named tensors at their real addresses, and the values that a read may return.
 
-While a schedule runs, all tensors lie one after another on a line of bytes. An address becomes a place on the line by
-the tensor that holds it, so that no access leaves its tensor. `land` copies the line back into the tensors.
+While a schedule runs, all tensors lie one after another on a line of bytes. An address is mapped to its place on the
+line through the tensor that holds it, so no access leaves its tensor. `land` copies the line back into the tensors.
 
-The model is that of PTX (ISA 8.8, section 8): "Late effects" in docs/checking-kernels.md says what it shows and what
-not. A weak access without a race may return one value, the newest. A strong read returns, by the seed, any write of its
-word that is not older than the newest one that happened before or was read before (8.10.6, 8.10.7).
+The model is the PTX memory model (ISA 8.8, section 8). "Late effects" in docs/checking-kernels.md lists what it covers.
+A weak access without a race can return only the newest value. A strong read returns, by the seed, any write of its word
+that is not older than the newest write that happened before it or was read before (8.10.6, 8.10.7).
 
-Note [Heartbeats]. What its polls see tells a program that waits from one that works. News are words that it has not
-read before, and those of its last few polls that others have changed since. Who stores works. An atomic of its own that
-changes its word, and a change of what it reads seldom, as a clock, count neither for nor against it: one that waits may
-note the time once in a thousand polls.
+Note [Heartbeats]. The values that a program polls tell whether it waits or works. It works if it stores, or if it sees
+news: a word that it has not read before, or a word of its last few polls that others have changed since. Two events
+count neither way: a change by an atomic of its own, and a change of a word that it reads rarely, such as a clock. A
+waiting program may read the time once in a thousand polls.
 
-Everything that a program does to memory goes through `Window`, with threads, order and scope.
+Every memory access of a program goes through `Window`, with threads, order and scope.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .cause import NO_BARRIER, cause
 from .clocks import ALIAS, ASYNC, GENERIC, READONLY, Carried, Clock, Known, Rows, Slot, Source, Space, carry
 from .shadow import Accessor, Conflict, Event, Operation, Shadow, Word, Write, program_name
 
-ATOMIC_BYTES = 8  # that hardware reads at once. NCCL's LL protocol relies on it, PTX promises a scalar
-STALE = 0.4  # of the strong reads that may return an old value do
-UNIT = 8  # bytes that are taken to change together for those who poll a part of them
-LATEST = 8  # polls: a change of what one of them read is news
-MOST_MOMENTS = 200_000  # that a trace keeps, the last ones
-WIDEST = 32  # bytes of an access
+ATOMIC_BYTES = 8  # read by hardware at once. NCCL's LL protocol relies on it; PTX guarantees it only for a scalar
+STALE = 0.4  # probability that a strong read draws among all writes that it may return
+UNIT = 8  # granularity of polls in bytes: a change of one byte is a change for programs that poll any of them
+LATEST = 8  # polls: a change of a word that one of them read is news
+MOST_MOMENTS = 200_000  # a trace keeps only this many, the last ones
+WIDEST = 32  # bytes of the widest access
 SCOPE = READONLY + 1
-LACKS = {  # what orders two accesses: nothing, or all but the fence of a proxy
+LACKS = {  # what is missing between two accesses: any order, or only the fence of a proxy
     GENERIC: "are not ordered",
     ASYNC: "are ordered, but no proxy fence lets an asynchronous copy see the first",
     ALIAS: "are ordered, but by two addresses, a multicast one and its own, without a fence.proxy.alias between",
@@ -53,7 +53,7 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def rows_of_words(memory: Words) -> dict[tuple[int, int], Words]:
-    """(bytes of a word, words in a row) -> the same memory as such rows: what an access of a thread moves."""
+    """(bytes per word, words per row) -> the same memory viewed as rows; one row is the access of one thread."""
     return {
         (nb, count): memory.view(dtype).reshape(-1, count)
         for nb, dtype in UNSIGNED.items()
@@ -63,11 +63,11 @@ def rows_of_words(memory: Words) -> dict[tuple[int, int], Words]:
 
 
 class Line:
-    """The bytes of all tensors, who used them, and the past of words that strong operations use.
+    """The bytes of all tensors, their last accesses, and the history of the words that strong operations use.
 
     weak    whether strong reads may return old values
-    trace   whether to keep what every program does, for reports and timelines
-    waived  names of findings to go past, with how often each was met
+    trace   whether to record the actions of every program, for reports and timelines
+    waived  names of findings to ignore, with the number of times each occurred
     by_tma  whether some program copies by TMA
     """
 
@@ -93,22 +93,22 @@ class Line:
         self.shifts = np.array(self.starts, np.int64) - self.bases
         self.space = Space(1 + (ALIAS if self.multicasts else ASYNC if by_tma else GENERIC))
         self.words: dict[int, Word] = {}  # by place
-        self.events = [Event((-1, "", 0), Site("", 0, "", 0), "", False)]  # 0 is no one's
+        self.events = [Event((-1, "", 0), Site("", 0, "", 0), "", False)]  # 0 means no event
         self.sequence = 0  # of strong writes
         self.changes = 0  # writes that changed a value
-        # by units of UNIT bytes: number of the last such write to a word of it, and who waits for one
+        # by unit of UNIT bytes: number of the last such write to a word of the unit, and the windows that wait for one
         self.changed: dict[int, int] = {}
         self.sleepers: dict[int, dict[Window, None]] = {}
         self.trace: deque[Moment] | None = deque(maxlen=MOST_MOMENTS) if trace else None
 
     def land(self) -> None:
-        """Copy the line back into the tensors; nobody waits for a change any more."""
+        """Copy the line back into the tensors. No program waits for a change any more."""
         self.sleepers.clear()
         for theirs, own in self._bytes_of_tensors():
             theirs[:] = own
 
     def _bytes_of_tensors(self) -> Iterator[tuple[Words, Words]]:
-        """Of each tensor, in its storage and on the line."""
+        """The bytes of each tensor, in its storage and on the line."""
         for each, start in zip(self.allocations, self.starts, strict=True):
             storage = each.tensor.untyped_storage()
             first, size = each.base - storage.data_ptr(), (each.nbytes,)
@@ -116,15 +116,15 @@ class Line:
             yield theirs.numpy(), self.bytes[start : start + each.nbytes]
 
     def locate(self, addresses: Words, nbytes: int) -> tuple[Words, int]:
-        """int64 addresses -> places, and the allocation if it is one; else -1.
+        """int64 addresses -> places, and the index of their allocation; -1 if they lie in several.
 
-        Raises IndexError(number of one outside of all tensors), or ValueError(of one that is no multiple of nbytes).
+        Raises IndexError(lane of an address outside all tensors) or ValueError(lane of one not a multiple of nbytes).
         """
         index = bisect_right(self.first_bytes, int(addresses[0])) - 1
         if index >= 0:
             first, size = self.first_bytes[index], self.allocations[index].nbytes - nbytes
             within = addresses - first
-            bits = int(np.bitwise_or.reduce(within))  # no less than any, negative where one is
+            bits = int(np.bitwise_or.reduce(within))  # at least as large as any of them; negative if one is
             inside = 0 <= bits <= size or (bits >= 0 and int(np.maximum.reduce(within)) <= size)
             if inside and not (bits | first) & (nbytes - 1):
                 return within + self.starts[index], index
@@ -140,7 +140,7 @@ class Line:
         return addresses + self.shifts[each], -1
 
     def _holder(self, place: int) -> tuple[Allocation, int]:
-        """The allocation that holds a place, and the byte of it."""
+        """The allocation that holds a place, and the byte offset in it."""
         at = int(np.searchsorted(np.array(self.starts), place, "right")) - 1
         return self.allocations[at], place - self.starts[at]
 
@@ -150,29 +150,29 @@ class Line:
         return allocation.label, allocation.index_of(byte)
 
     def elements(self, places: Words) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """The first and the last that hold places of one tensor, behind its name."""
+        """The tensor's name, and the indices of the first and last element at these places."""
         return (*self.element(int(places.min())), self.element(int(places.max()))[1])
 
     def access(self, event: Event, places: Words, number: int = 0) -> Access:
-        """number: of the event; that of one that happens now, 0, is higher than all."""
+        """number: of the event; 0 for a current access, which gets the next number."""
         return Access(*event.where, event.site, event.what, *self.elements(places), number or len(self.events))
 
     def value(self, place: int) -> Any:
-        """The element that holds a place, as its tensor has it."""
+        """The element that holds a place, in the dtype of its tensor."""
         allocation, byte = self._holder(place)
         size = allocation.tensor.element_size()
         first = place - byte % size
         return torch.from_numpy(self.bytes[first : first + size].copy()).view(allocation.tensor.dtype).item()
 
     def put(self, places: Words, values: Words) -> None:
-        """Rows of words, values [n, count], at [n] places."""
+        """Write rows of words, values [n, count], at [n] places."""
         nb, count = values.dtype.itemsize, values.shape[1]
         rows, at = self.views[nb, count], places >> ((nb * count).bit_length() - 1)
         self.changes += int((rows[at] != values).any())
         rows[at] = values
 
     def set(self, place: int, nb: int, value: Any) -> None:
-        """One word."""
+        """Write one word and wake the windows that wait for it."""
         row = self.views[nb, 1][place // nb]
         if row[0] != value:
             self.changes += 1
@@ -182,7 +182,7 @@ class Line:
                 window.woken = True
 
     def newest(self, places: Words, nb: int, count: int = 1) -> Words:
-        """[n, count] words of nb bytes at [n] places."""
+        """The newest values: [n, count] words of nb bytes at [n] places."""
         return self.views[nb, count][places >> ((nb * count).bit_length() - 1)]
 
     def event(self, event: Event) -> int:
@@ -190,7 +190,7 @@ class Line:
         return len(self.events) - 1
 
     def note(self, event: Event, number: int, places: Words, kind: str, reads: Any = None, writes: Any = None) -> None:
-        """Keep a moment, where somebody asks for a trace. places: of one tensor; reads, writes: words at the first."""
+        """Record a moment, if tracing. places: all in one tensor; reads, writes: words at the first place."""
         if self.trace is None:
             return
         words = {"reads": reads, "writes": writes}
@@ -199,7 +199,7 @@ class Line:
         self.trace.append(Moment(number, *event.where, what, event.site, 0.0, 0.0, kind, *self.elements(places)))
 
     def shown(self, place: int, word: Any) -> str:
-        """A word as the tensor there has its elements."""
+        """A word, shown in the dtype of the tensor at this place."""
         tensor, raw = self._holder(place)[0].tensor, np.asarray(word)
         if raw.dtype.itemsize != tensor.element_size():
             return str(raw)
@@ -208,7 +208,7 @@ class Line:
     # -- words -------------------------------------------------------------------------------------------------------
 
     def word(self, place: int, nb: int) -> Word:
-        """The word of a strong operation. Where others overlap it, it takes their place with their newest values."""
+        """The word of a strong operation. It replaces the words that overlap it and takes their newest values."""
         found = self.words.get(place)
         if found is not None and found.nb == nb:
             return found
@@ -224,24 +224,24 @@ class Line:
         return word
 
     def last_writer(self, place: int) -> str:
-        """In words, of a word that strong operations use; "" where no one wrote it by one."""
+        """Describes the last strong write of a word; "" if there was none."""
         number = self._last_strong(self.words.get(place))
         return f"last written by {program_name(self.events[number].where)}" if number else ""
 
     def last_write(self, address: int) -> tuple[Access, ...]:
-        """Who wrote this byte last: one access, or none."""
+        """The access that wrote this byte last, if any."""
         try:
             places, within = self.locate(np.array([address]), 1)
         except IndexError:
             return ()
         place, shadow = int(places[0]), self.shadows[within]
-        words = self.overlapping(place, 1)  # a weak write ends them
+        words = self.overlapping(place, 1)  # a weak write deletes them
         number = self._last_strong(words[0]) if words else 0
         number = number or int(shadow.write_events[(place >> shadow.shift) - shadow.begin])
         return (self.access(self.events[number], places),) if number else ()
 
     def _last_strong(self, word: Word | None) -> int:
-        """Number of the event; 0 where there is none."""
+        """Event number of the last strong write; 0 if there is none."""
         return max((o.event for (_, writes), o in word.operations.items() if writes), default=0) if word else 0
 
     def overlapping(self, place: int, nbytes: int) -> list[Word]:
@@ -252,10 +252,10 @@ class Line:
 class Window:
     """One program's view of the line.
 
-    number   of the program, among all
+    number   unique number of the program
     where    (rank, launch, program), for reports
-    start    what happened before the program
-    words    for its weak reads and writes
+    start    clock of what happened before the program
+    words    names of its weak reads and writes in reports
     """
 
     def __init__(
@@ -266,12 +266,12 @@ class Window:
         self.known = Known(line.space, slot, Source(where[0], number, "cta"), start)
         self.begun = 0  # line.sequence when its last strong access began
         self.by_warp = False  # whether its warps run one at a time
-        self.seen: dict[int, int] = {}  # unit that it has polled -> the last change that it saw
-        self.touched: set[int] = set()  # units polled since there was news, or a store
-        self.counted: set[int] = set()  # of these, what its own atomics changed
+        self.seen: dict[int, int] = {}  # polled unit -> the last change that the program saw
+        self.touched: set[int] = set()  # units polled since the last news or store
+        self.counted: set[int] = set()  # those that its own atomics changed
         self.polls, self.last = 0, dict[int, int]()  # unit -> number of its last poll
-        self.period = 0  # polls from one of the last unit to the next: a round of its loop
-        self.vain = 0  # polls of nothing but units touched before
+        self.period = 0  # polls between the last two of the same unit: one round of the program's loop
+        self.vain = 0  # polls in a row that touched only known units
         self.watched: set[int] = set()  # units that wake it
         self.woken = False
         self.polled: tuple[int, Site] | None = None  # place and line of its last poll
@@ -279,7 +279,7 @@ class Window:
     # -- accesses ----------------------------------------------------------------------------------------------------
 
     def places(self, addresses: Words, nbytes: int, what: str, site: Site) -> tuple[Words, int]:
-        """Where addresses lie. Raises SimulationFault for one outside of all tensors, or not aligned."""
+        """The places of addresses. Raises SimulationFault for one outside all tensors, or misaligned."""
         try:
             return self.line.locate(addresses, nbytes)
         except ValueError as error:
@@ -296,7 +296,7 @@ class Window:
             raise self.fault("out of bounds", said, what, site, "memory", (wrong,)) from None
 
     def replicas(self, addresses: Words, nbytes: int, what: str, site: Site) -> list[Words]:
-        """Where multicast addresses lie on each rank. Raises SimulationFault for one that is none."""
+        """Each rank's addresses behind multicast addresses. Raises SimulationFault for an address that is not one."""
         multicasts = self.line.multicasts
         within = addresses[:, None] - np.array([first for first, _, _ in multicasts], np.int64)
         inside = (within >= 0) & (within + nbytes <= np.array([size for _, size, _ in multicasts]))
@@ -314,8 +314,8 @@ class Window:
     ) -> Words:  # fmt: skip
         """[n] addresses -> [n, count] words of nb bytes. order: "weak", "nc" (ld.global.nc), "relaxed" or "acquire".
 
-        issued   of an asynchronous copy: what its threads knew when they issued it
-        engine   the copy is not these threads' but their program's
+        issued   for an asynchronous copy: the clocks of its threads when they issued it
+        engine   attribute the copy to the program's copy engine, not to these threads
         """
         places, within = self.places(addresses, nb * count, "load", site)
         who = Accessor(self.known, issued or self.known.now(), threads, READONLY if order == "nc" else proxy, engine)
@@ -340,11 +340,11 @@ class Window:
         self, addresses: Words, values: Words, threads: Words, order: str, scope: str, site: Site,
         issued: Rows | None = None, proxy: int = GENERIC,
     ) -> None:  # fmt: skip
-        """values [n, count] at [n] addresses."""
+        """Store values [n, count] at [n] addresses."""
         nb, count = values.dtype.itemsize, values.shape[1]
         places, within = self.places(addresses, nb * count, "store", site)
         who = Accessor(self.known, issued or self.known.now(), threads, proxy)
-        self.vain = 0  # it gets on
+        self.vain = 0  # a program that stores works: Note [Heartbeats]
         self.touched.clear()
         self.counted.clear()
         if order == "weak":
@@ -371,10 +371,10 @@ class Window:
         scope: str, site: Site, what: str = "atomic", returns: bool = True, proxy: int = GENERIC, reads: bool = True,
         issued: Rows | None = None,
     ) -> Words:  # fmt: skip
-        """Each thread in turn: what stood there, replaced by new(number in the list, old); None leaves it.
+        """Each thread in turn replaces the old value by new(lane, old), unless that is None. Returns the old values.
 
-        returns   it may acquire; reads: what stood there matters
-        issued    of an asynchronous reduction: what its thread knew when it issued it
+        returns   the instruction returns the old value, so it may acquire; reads: the old value matters
+        issued    for an asynchronous reduction: the clocks of its thread when it was issued
         """
         nb = dtype.itemsize
         places, within = self.places(addresses, nb, what, site)
@@ -404,7 +404,7 @@ class Window:
     def _weak(
         self, who: Accessor, places: Words, within: int, width: int, event: Event, values: Words | None = None
     ) -> None:
-        """Check a weak access against all earlier ones, and remember it. values: of a store."""
+        """Check a weak access against all earlier accesses, and record it. values: those of a store."""
         number = self.line.event(event)
         for shadow, part, chosen in self._by_tensor(who, places, within):
             own = places[chosen]
@@ -424,7 +424,7 @@ class Window:
             self.line.note(event, number, own, event.what.partition(" ")[0])
 
     def _by_tensor(self, who: Accessor, places: Words, within: int) -> Iterator[tuple[Shadow, Accessor, Any]]:
-        """Tensors, who accesses them, and which of the places are theirs."""
+        """The shadow of each tensor accessed, the accessor with its threads, and the indices of the places in it."""
         if within >= 0:
             yield self.line.shadows[within], who, ...
             return
@@ -434,12 +434,12 @@ class Window:
             yield self.line.shadows[n], who._replace(threads=who.threads[chosen]), chosen
 
     def _alike(self, places: Words, values: Words, cells: Words | None = None) -> Words:
-        """Whether each row of words is what stands there: [n], or [n, 1] where cells are [n, k]."""
+        """Whether memory already holds each row of words: [n], or [n, 1] if cells are [n, k]."""
         there = self.line.newest(places, values.dtype.itemsize, values.shape[1])
         return (there == values).all(1, keepdims=cells is not None and cells.ndim == 2)
 
     def _loaded(self, shadow: Shadow, event: Event, cells: Words) -> Any:
-        """Cells that the program last read by the line that loads now."""
+        """Cells whose last read by this program came from the same source line as this load."""
         if self.known.first not in shadow.reads:
             return False
         numbers, events = shadow.reads[self.known.first][1][cells], self.line.events
@@ -447,7 +447,7 @@ class Window:
         return np.isin(numbers, of_line)
 
     def _beside_strong(self, who: Accessor, places: Words, width: int, event: Event) -> None:
-        """A weak access to words that strong operations use."""
+        """Check a weak access against the strong operations on the same words. A write deletes the words."""
         for place, thread in zip(places.tolist(), who.threads.tolist(), strict=True):
             for word in self.line.overlapping(place, width):
                 for found in word.conflicts(who.known, who.rows, thread, None, place, width, event.writes):
@@ -458,7 +458,7 @@ class Window:
     def _beside_weak(
         self, who: Accessor, places: Words, within: int, width: int, event: Event, reads: bool = True
     ) -> int:
-        """A strong access is checked against weak ones. Returns the number of its event. reads: not only writes."""
+        """Check a strong access against weak ones. Returns its event number. reads: it uses the old value."""
         self.begun = self.line.sequence
         for shadow, part, chosen in self._by_tensor(who, places, within):
             cells = shadow.cells(places[chosen], width)
@@ -476,7 +476,7 @@ class Window:
     def _used(
         self, place: int, nb: int, threads: Words, scope: str, event: Event, number: int, issued: Rows | None = None
     ) -> Word:
-        """The word that a strong access uses, checked against those of others. threads know the same."""
+        """The word of a strong access, checked against other strong accesses. All `threads` have the same clock."""
         word, source, now = self.line.word(place, nb), self.known.scoped[scope], issued or self.known.now()
         for found in word.conflicts(self.known, now, int(threads[0]), source, place, nb, event.writes):
             lacks = GENERIC if found.source.reaches(source) else SCOPE
@@ -488,7 +488,7 @@ class Window:
         return word
 
     def _read(self, words: list[Word], threads: Words, order: str, scope: str) -> list[Any]:
-        """Values of words that are read at once: of one moment in the past that the threads may still see."""
+        """Values of words that are read at once, all as of one past moment that the threads may still observe."""
         line, thread, values = self.line, int(threads[0]), []
         moment = line.sequence
         if line.weak and line.rng.random() < STALE:
@@ -506,7 +506,7 @@ class Window:
         return values
 
     def _acquire(self, word: Word, threads: Words, order: str, scope: str, write: Write) -> None:
-        """What a read carries goes to the threads that acquire, else waits for a fence or an acquire of the word."""
+        """Pass the clocks of a write to acquiring threads; else keep them for a later fence or acquire of the word."""
         acquires, first = order in ("acquire", "acq_rel"), []  # threads that have not read the word before
         for thread in threads.tolist():
             pending = self.known.pending.setdefault(thread, {})
@@ -523,7 +523,7 @@ class Window:
     def _write(
         self, word: Word, thread: int, order: str, carried: Carried, value: Any, read: Write | None = None
     ) -> None:
-        """The newest write of a word. read: by an atomic, which carries it on."""
+        """Append the newest write of a word. read: the write that an atomic read; its clocks are carried on."""
         line, by = self.line, self.known.first + thread
         if order in ("release", "acq_rel"):
             word.released[by] = dict(carried)
@@ -534,7 +534,7 @@ class Window:
         line.sequence += 1
         before = word.writes[max(len(word.writes) - 2, 0)]
         if before.number > self.begun and before.value == value == word.writes[-1].value:
-            word.writes.pop()  # copies by one instruction: of them the first and the last count
+            word.writes.pop()  # equal values stored by one instruction: keep only the first and the last
         word.writes.append(Write(line.sequence, value, carried))
         unit, changes = word.place // UNIT, line.changes
         last = line.changed.get(unit, 0)
@@ -542,7 +542,7 @@ class Window:
         if read is not None and line.changes != changes:  # Note [Heartbeats]
             self.counted.add(unit)
             self.vain = max(self.vain - 1, 0)
-            if self.seen.get(unit) == last:  # else others have changed it too
+            if self.seen.get(unit) == last:  # otherwise others have changed it too
                 self.seen[unit] = line.changes
         self.known.observe(np.array([thread]), word.coordinate, line.sequence)
 
@@ -567,11 +567,11 @@ class Window:
 
     @property
     def waits(self) -> int:
-        """Polls in vain, if there were enough for a round of its loop; else 0."""
+        """The number of polls in vain, if they cover a whole round of the program's loop; else 0."""
         return self.vain if self.vain >= self.period else 0
 
     def sleep(self) -> None:
-        """Until a word of its loop changes, which one may have done since it was polled."""
+        """Sleep until a word of the polling loop changes. One may already have changed since its last poll."""
         self.watched = {unit for unit, number in self.last.items() if number > self.polls - self.vain} - self.counted
         self.woken = any(self.line.changed.get(unit, 0) != self.seen[unit] for unit in self.watched)
         for unit in self.watched:
@@ -595,7 +595,7 @@ class Window:
             self._end(Fault("never written", said, (access,)))
 
     def _end(self, fault: Fault, why: Callable[[], str] = str) -> None:
-        """Raises SimulationFault, unless the fault is waived; then the access happens and the run goes on."""
+        """Raises SimulationFault unless the fault is waived; then the access is carried out and the run continues."""
         if fault.name not in self.line.waived:
             raise SimulationFault(replace(fault, cause=why()))
         self.line.waived[fault.name] += 1
@@ -608,7 +608,7 @@ class Window:
     def _unordered(
         self, places: Words, earlier: int, event: Event, lacks: int = GENERIC, why: Callable[[], str] = str
     ) -> None:
-        """Ends the run, or goes past a race that is waived. lacks: a key of LACKS."""
+        """Report a race: ends the run unless it is waived. lacks: a key of LACKS."""
         before = self.line.events[earlier]
         a, b = self.line.access(before, places, earlier), self.line.access(event, places)
         rule = "write-write race" if before.writes and event.writes else "read-write race"
@@ -616,7 +616,7 @@ class Window:
         self._end(Fault("scope" if lacks == SCOPE else rule, said, (a, b)), why)
 
     def race_in(self, memory: str, earlier: int, place: int, now: Event) -> None:
-        """Of threads or copies of this program, in memory that only it has. earlier: number of an event."""
+        """Report a race between threads or copies of this program, in its own memory. earlier: an event number."""
         before, numbers = self.line.events[earlier], (earlier, len(self.line.events))
         a, b = (Access(*e.where, e.site, e.what, memory, (place,), (place,), n) for e, n in zip((before, now), numbers))
         both = before.writes and now.writes
@@ -627,6 +627,6 @@ class Window:
     def fault(
         self, rule: str, said: str, what: str, site: Site, tensor: str = "", at: tuple[int, ...] = (), cause: str = ""
     ) -> SimulationFault:
-        """tensor, at: what is accessed, and where in it."""
+        """A fault of this program's access. tensor, at: the memory accessed, and the element."""
         access = Access(*self.where, site, what, tensor, at, at, len(self.line.events))
         return SimulationFault(Fault(rule, f"{program_name(self.where)}: {said}", (access,), cause=cause))

@@ -1,13 +1,13 @@
 """multimem: one access to the memory of every rank at once, through a multicast address (NVLink SHARP).
 
-PTX ISA 8.8, section 9.7.9.14. A multicast address, `Memory.multicast` of a case, stands for the same place in the
-memory of every rank; each instruction is one access to each, in an order of ranks that no kernel may count on. Sums of
-16-bit floats are in fp32, rounded once, with .acc::f32; else each sum is rounded. What a switch does may differ, which
-exact numbers do not show.
+PTX ISA 8.8, section 9.7.9.14. A multicast address, `Memory.multicast` of a case, refers to the same place in the memory
+of every rank. Each instruction accesses every rank once, in an order that no kernel may rely on. With .acc::f32, sums
+of 16-bit floats are computed in fp32 and rounded once; otherwise each addition is rounded. A real switch may round
+differently, which tests with exactly representable sums do not show.
 
-Another address of the same memory is another proxy (8.3): between a weak write by the one and an access by the other
-stands a fence.proxy.alias, also in one thread. A write after a read is not judged by it, nor what follows a strong
-access.
+Another address of the same memory is another proxy (8.3). A weak write through one address and an access through the
+other need a fence.proxy.alias between them, even in one thread. This is not checked for a write after a read, nor for
+an access after a strong one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .numerics import REDUCTIONS, halves, join, split
 from .parse import Instruction
 
 Array = np.ndarray[Any, Any]
-Lanes = Any  # that of program.py
+Lanes = Any  # program.Lanes
 
 
 @handles("multimem")
@@ -56,7 +56,7 @@ def load_reduced(
     lanes: Lanes, operation: str, t: str, wide: bool, at: Array, count: int, mask: Any, order: str, scope: str,
     site: Site,
 ) -> Array:  # fmt: skip
-    """[n, count] words of the n lanes that take part."""
+    """[n, count] words of the n active lanes."""
     nb, window, threads = size_of(t), lanes.window, lanes.part(lanes.ids, mask)
     places = window.replicas(lanes.part(at, mask), nb * count, "multimem.ld_reduce", site)
     first = lanes.program.salt % len(places)

@@ -1,4 +1,4 @@
-"""What numpy has no single function for: PTX's integer fields, shifts, narrow floats and roundings, on arrays.
+"""PTX operations that numpy lacks, on arrays: integer fields, shifts, narrow floats and rounding modes.
 
 PTX ISA 8.8: 9.7.1.12 (popc), 9.7.1.14 (brev), 9.7.1.16-17 (bfe, bfi), 9.7.8 (shifts), 9.7.9.7 (prmt),
 9.7.9.22 (cvt), 5.2.3 (alternate floating-point formats).
@@ -27,9 +27,9 @@ def mul_hi(a: Array, b: Array) -> Array:
 
 
 def div_towards_zero(a: Array, b: Array) -> Array:
-    """Quotient without its fraction; by zero, where PTX leaves it open, all bits are set."""
+    """Quotient, truncated. Division by zero, which PTX leaves unspecified, sets all bits."""
     a, b = np.broadcast_arrays(a, b)
-    if a.itemsize == 4 and b.all():  # a quotient of 32 bits is exact in fp64, but for its fraction
+    if a.itemsize == 4 and b.all():  # fp64 holds the integer part of a 32-bit quotient exactly
         return (a / b).astype(np.int64).astype(a.dtype)
     safe = np.where(b == 0, 1, b).astype(a.dtype)
     whole = a - np.fmod(a, safe) if a.dtype.kind == "i" else a
@@ -59,7 +59,7 @@ def funnel(left: bool, wrap: bool, low: Array, high: Array, by: Array) -> Array:
 
 
 def bit_field(a: Array, position: Array, length: Array) -> Array:
-    """bfe: bits past the end of the word, or of the field, repeat its sign; that of an unsigned field is 0."""
+    """bfe: bits past the end of the word or the field repeat its sign, which is 0 for unsigned types."""
     wide = a.astype(np.int64 if a.dtype.kind == "i" else np.uint64)
     above = 64 - np.minimum(length & 0xFF, 64)
     return shift(False, shift(True, shift(False, wide, position & 0xFF), above), above).astype(a.dtype)
@@ -74,9 +74,9 @@ def insert_field(a: Array, b: Array, position: Array, length: Array) -> Array:
 
 
 def permute(a: Array, b: Array, selector: Array) -> Array:
-    """prmt: four of eight bytes; with bit 3 of its selector set, a byte's sign."""
+    """prmt: selects four of eight bytes; if bit 3 of a selector is set, it replicates the byte's sign."""
     a, b, selector = np.broadcast_arrays(a, b, selector)
-    given = np.stack([a, b], -1).view(np.uint8)  # lowest first, as all bytes here
+    given = np.stack([a, b], -1).view(np.uint8)  # lowest byte first
     pick = (selector[..., None] >> np.arange(0, 16, 4).astype(np.uint32)) & np.uint32(15)
     picked = np.take_along_axis(given, pick & np.uint32(7), -1)
     return np.where(pick & np.uint32(8), (picked >> np.uint8(7)) * np.uint8(0xFF), picked).view(np.uint32)[..., 0]
@@ -113,12 +113,12 @@ def from_bf16(bits: Array) -> Array:
 
 
 def limited(x: Array) -> Array:
-    """.sat of a float: from 0 to 1, NaN and -0 become 0."""
+    """.sat of a float: clamped to [0, 1]; NaN and -0 become 0."""
     return np.fmin(np.fmax(x, 0), 1) + 0
 
 
 def xorsign(function: np.ufunc, a: Array, b: Array) -> Array:
-    """min or max of the sizes, with the product's sign: PTX ISA 9.7.3.11, .xorsign.abs."""
+    """min or max of the magnitudes, with the sign of the product: PTX ISA 9.7.3.11, .xorsign.abs."""
     return np.copysign(function(np.abs(a), np.abs(b)), np.where(np.signbit(a) ^ np.signbit(b), -1, 1).astype(a.dtype))
 
 
@@ -133,9 +133,9 @@ def exact_fma(a: Array, b: Array, c: Array) -> Array:
 
 
 def directed(rounding: str, operation: str, a: Array, b: Array, *c: Array, dtype: Any = np.float32) -> Array:
-    """A sum, a product or both of fp32, rounded once: rz towards zero, rm down, rp up. dtype: of the result.
+    """An fp32 sum, product or fma, rounded once: rz towards zero, rm down, rp up. dtype: of the result.
 
-    The product is exact in fp64, and what a sum in fp64 loses is known (Knuth, The Art of Computer Programming, 4.2.2).
+    The product is exact in fp64; so is the computed error of the sum (Knuth, The Art of Computer Programming, 4.2.2).
     """
     x, y, *z = (np.asarray(v, np.float64) for v in (a, b, *c))
     y = -y if operation == "sub" else y
@@ -153,7 +153,7 @@ def directed(rounding: str, operation: str, a: Array, b: Array, *c: Array, dtype
     return np.where(cancels & (rounding == "rm"), dtype(-0.0), near)
 
 
-# of all lanes, of a warp or of all ranks
+# over all lanes, a warp or all ranks
 REDUCTIONS: dict[str, np.ufunc] = {
     "add": np.add, "min": np.minimum, "max": np.maximum,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
@@ -161,14 +161,14 @@ REDUCTIONS: dict[str, np.ufunc] = {
 
 
 def to_odd(x: Array) -> Array:
-    """fp64 as fp32 whose last bit is set where it is inexact: what is rounded again then is as if rounded once."""
+    """fp64 to fp32, rounded to odd: rounding the result again gives the same as rounding once."""
     near = x.astype(np.float32)
     cut = np.where(np.abs(near.astype(np.float64)) > np.abs(x), np.nextafter(near, np.float32(0)), near)
     return (cut.view(np.uint32) | (cut.astype(np.float64) != x)).view(np.float32)
 
 
 def to_bf16(x: Array, cut: bool = False) -> Array:
-    """Bits of the nearest, ties to even; NaN becomes 0x7FFF. cut: towards zero."""
+    """Bits of the nearest bf16, ties to even; NaN becomes 0x7FFF. cut: round towards zero."""
     x = np.asarray(x)
     exact = x.dtype.kind == "f" and x.itemsize <= 4
     x = x.astype(np.float32) if exact else to_odd(x.astype(np.float64))
@@ -179,7 +179,7 @@ def to_bf16(x: Array, cut: bool = False) -> Array:
 
 
 def to_tf32(x: Array, rounding: str) -> Array:
-    """Bits of an fp32 with ten bits of mantissa: rna to the nearest, ties away from zero; rn ties to even."""
+    """Bits of an fp32 with ten mantissa bits. rna: to nearest, ties away from zero; rn: ties to even."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     odd = (bits >> np.uint32(13)) & np.uint32(1)
     added: Any = {"rz": np.uint32(0), "rn": odd + np.uint32(0xFFF)}.get(rounding, np.uint32(0x1000))
@@ -190,18 +190,18 @@ FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def from_fp8(bits: Array, kind: str) -> Array:
-    """fp32 of e4m3 or e5m2. e4m3 has no infinity, and one NaN of each sign."""
+    """e4m3 or e5m2 to fp32. e4m3 has no infinity, and one NaN of each sign."""
     return torch.from_numpy(np.ascontiguousarray(bits)).view(FP8[kind]).float().numpy()
 
 
 def to_fp8(x: Array, kind: str) -> Array:
-    """Bits of the nearest to fp32, ties to even, limited to the largest finite number (satfinite); NaN becomes 0x7F."""
+    """Bits of the nearest fp8, ties to even, clamped to the largest finite number (satfinite); NaN becomes 0x7F."""
     most = torch.finfo(FP8[kind]).max
     finite = torch.from_numpy(np.ascontiguousarray(x)).clamp(-most, most)
     return np.where(np.isnan(x), 0x7F, finite.to(FP8[kind]).view(torch.uint8).numpy()).astype(np.uint8)
 
 
-# the word that an element has, and the fp32 (or int32) of such words
+# element type -> dtype of its word, and the function that decodes words to fp32 (or int32)
 ELEMENTS: dict[str, tuple[Any, Callable[[Array], Array]]] = {
     "tf32": (np.uint32, lambda words: (words & np.uint32(0xFFFFE000)).view(np.float32)),
     "bf16": (np.uint16, from_bf16),
@@ -220,14 +220,14 @@ def elements(words: Array, kind: str) -> Array:
 
 
 def split(kind: str, x: Array) -> list[Array]:
-    """fp32 of the values in an operand, one or two, lowest first."""
+    """Decodes the one or two values of an operand to fp32, lowest first."""
     word, decoded = ELEMENTS[kind.removesuffix("x2")]
     words, count = np.ascontiguousarray(x).view(word), 2 if kind.endswith("x2") else 1
     return [decoded(words[..., n::count]).reshape(x.shape) for n in range(count)]
 
 
 def join(kind: str, values: list[Array]) -> Array:
-    """The opposite, rounded."""
+    """The inverse of `split`, with rounding."""
     if kind in ("f16", "bf16"):
         return values[0].astype(np.float16) if kind == "f16" else to_bf16(values[0])
     narrow: Any = {"bf16x2": to_bf16, "f16x2": lambda v: v.astype(np.float16).view(np.uint16)}
@@ -237,13 +237,13 @@ def join(kind: str, values: list[Array]) -> Array:
 
 
 def pairs(to: str, of: str, relu: bool, *given: Array, cut: bool = False) -> Array:
-    """cvt to or from two packed values. Of two operands the first is the upper value. cut: towards zero, of fp16."""
+    """cvt to or from two packed values. The first of two operands is the upper value. cut: fp16 rounds towards zero."""
     values = [np.asarray(x, np.float32) for x in reversed(given)] if of == "f32" else split(of, given[0])
     if cut:
         near = [v.astype(np.float16) for v in values]
         values = [np.where(abs(n) > abs(v), np.nextafter(n, np.float16(0)), n) for n, v in zip(near, values)]
     if relu:
-        values = [np.maximum(v, 0) for v in values]  # NaN stays
+        values = [np.maximum(v, 0) for v in values]  # keeps NaN
     return join(to, values)
 
 
@@ -268,7 +268,7 @@ def of_pairs(operation: str, kind: str, a: Array, b: Array) -> Array:
 
 
 def to_integer(x: Array, dtype: Any, rounding: str) -> Array:
-    """Rounded and limited to the type's range. NaN gives 0, with 64 bits on either side the highest bit: 9.7.9.21."""
+    """Rounds and clamps to the range of the type. NaN gives 0, or if either type has 64 bits, 1 << 63: 9.7.9.21."""
     limits, wide = np.iinfo(dtype), 8 in (x.dtype.itemsize, np.dtype(dtype).itemsize)
     nothing = np.uint64(wide << limits.bits - 1).astype(dtype)
     rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding](np.asarray(x, np.float64))

@@ -1,11 +1,11 @@
-"""PTX text to instructions: operands with their registers, blocks between jumps, and the source lines of each.
+"""Parses PTX text into instructions, with operands, registers, labels and source lines.
 
     .loc 2 97 12, function_name ..., inlined_at 1 67 12     line 97 of file 2, called at line 67 of file 1
     @!%p3 ld.global.v2.b32 {%r1, %r2}, [%rd4 + 16];         guard, opcode, operands
 
-Registers are numbered by width. Those of inline PTX in braces get numbers of their own, and so do its labels: a name
-means what the innermost braces around it declare. Variables in shared memory get places behind the kernel's own, those
-in local memory an address from 0 on, constants of the module one from CONSTANTS on.
+Registers are numbered by width. Registers and labels that inline PTX declares in braces get separate numbers: a name
+refers to its declaration in the innermost enclosing braces. Variables in shared memory are placed after the kernel's
+own, those in local memory at addresses from 0, constants of the module at addresses from CONSTANTS.
 PTX ISA 8.8: section 4 (syntax), 5.2 (types), 5.4.2 (vectors), 6 (operands), 11.5 (.loc).
 """
 
@@ -23,19 +23,19 @@ from typing import NamedTuple
 
 from ..faults import Site
 
-WIDTHS = {"pred": 1, "8": 16, "16": 16, "32": 32, "64": 64}  # of a type's digits; no register has 8 bits
-# a line of lines or of an assembler, a brace, a label, or what ends with a semicolon
+WIDTHS = {"pred": 1, "8": 16, "16": 16, "32": 32, "64": 64}  # by the digits of a type; no register has 8 bits
+# a .loc or .section line, a brace, a label, or a statement that ends with a semicolon
 STATEMENT = re.compile(r"\s*(\.(?:loc|section)\s[^\n]*|[{}]|[$%\w]+:(?!:)|[^;]+);?")
 LOC = (".loc ", ".loc\t")
-LOCAL, CONSTANTS = 1 << 56, 1 << 57  # generic addresses from here on
+LOCAL, CONSTANTS = 1 << 56, 1 << 57  # first generic address of each
 
 
 class UnsupportedPtx(ValueError):
-    """An opcode, type or operand that the machine does not know; the message names it and its source line."""
+    """An opcode, type or operand that the machine does not support; the message names it and its source line."""
 
 
 class Reg(NamedTuple):
-    """A register: its width (1 for a predicate) and its number among those of that width."""
+    """A register: its width (1 for a predicate) and its number among registers of that width."""
 
     width: int
     number: int
@@ -43,15 +43,15 @@ class Reg(NamedTuple):
 
 
 class Imm(NamedTuple):
-    text: str  # a number as it is written
+    text: str  # the number as written
 
 
 class Special(NamedTuple):
-    name: str  # %tid.x and the like, without the %
+    name: str  # such as %tid.x, without the %
 
 
 class Symbol(NamedTuple):
-    name: str  # of a parameter, a label, a variable in shared memory
+    name: str  # a parameter, a label, or a variable in shared memory
 
 
 class Vector(NamedTuple):
@@ -59,7 +59,7 @@ class Vector(NamedTuple):
 
 
 class Address(NamedTuple):
-    """[base + offset], and the coordinates of a tensor copy."""
+    """[base + offset], with the coordinates of a tensor copy."""
 
     base: Operand
     offset: int = 0
@@ -77,9 +77,9 @@ class Instruction:
     args: tuple[Operand, ...]
     site: Site
     text: str
-    guard: Reg | None = None  # the predicate under which it is executed, if any
+    guard: Reg | None = None  # its predicate, if any
     negated: bool = False
-    note: str = ""  # of a call: the text that its first argument points to
+    note: str = ""  # for a call: the string that its first argument points to
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ class Instruction:
         return any(each in self.parts for each in modifiers)
 
     def among(self, modifiers: Iterable[str], default: str = "") -> str:
-        """The first part of the opcode that is one of these."""
+        """The first part of the opcode that is one of these modifiers."""
         return next((part for part in self.parts if part in modifiers), default)
 
     def unsupported(self, why: str = "") -> UnsupportedPtx:
@@ -106,18 +106,18 @@ class Listing:
     """A kernel's instructions in order."""
 
     name: str
-    parameters: dict[str, int]  # bytes of each
-    threads: int  # of a program
+    parameters: dict[str, int]  # size of each in bytes
+    threads: int  # per program
     instructions: list[Instruction]
-    labels: dict[str, int]  # index of the instruction that follows
-    registers: dict[int, int]  # how many there are of each width
-    shared: int  # bytes of a program, with the variables that the text declares
-    local: int  # bytes of a thread
-    constants: bytes  # of the module
+    labels: dict[str, int]  # index of the next instruction
+    registers: dict[int, int]  # number of registers by width
+    shared: int  # bytes per program, including variables that the text declares
+    local: int  # bytes per thread
+    constants: bytes  # the constants of the module
 
 
 def parse(text: str, shared: int = 0) -> Listing:
-    """The text's only kernel, of so many bytes of shared memory. Raises UnsupportedPtx for what is no instruction."""
+    """Parses the only kernel of the text. shared: bytes of shared memory. Raises UnsupportedPtx for unknown syntax."""
     entry = re.search(r"^\.visible \.entry (\w+)\(", text, re.M)
     if entry is None:
         raise UnsupportedPtx("the text has no .visible .entry")
@@ -132,7 +132,7 @@ def parse(text: str, shared: int = 0) -> Listing:
     tables = _tables(text)
     constants = b""
     for key, table in tables.items():
-        if key.startswith("assert"):  # a string, which no load reads
+        if key.startswith("assert"):  # a string; no load reads it
             continue
         constants += bytes(-len(constants) % 16)
         reader.names[key] = Imm(str(CONSTANTS + len(constants)))
@@ -145,10 +145,10 @@ def parse(text: str, shared: int = 0) -> Listing:
 
 
 def _enclosed(text: str) -> str:
-    """What stands in the first braces, which may hold others, without comments.
+    """The text inside the first pair of braces, which may be nested, without comments.
 
-    Note [Lines of inline PTX]. LLVM counts the source line on with each line of an inline statement, and Triton makes
-    loads so: a .loc inside one is of the source only where it is the first thing there.
+    Note [Lines of inline PTX]. LLVM increments the source line with each line of an inline statement, and Triton emits
+    loads as inline PTX. So a .loc inside a statement is a real source line only if it is the first line there.
     """
     depth, kept, located = 0, [], -1
     for line in text.splitlines():
@@ -166,20 +166,20 @@ def _enclosed(text: str) -> str:
 
 
 def _tables(text: str) -> dict[str, bytes]:
-    """The module's constants by name: strings, such as what a device_assert says, and tables of numbers."""
+    """The module's constants by name: strings, such as the message of a device_assert, and tables of numbers."""
     found = re.findall(r"\.b8 ([$\w]+)\[(\d+)\] = \{([\d, ]+)\}", text)
     return {name: bytes(map(int, given.split(","))).ljust(int(size), b"\0") for name, size, given in found}
 
 
 @lru_cache(1 << 16)
 def function_at(file: str, line: int) -> str:
-    """The innermost function of a Python file around this line; "" where there is none. PTX names the kernel alone."""
+    """The innermost function of a Python file at this line, or "". PTX names only the kernel."""
     return max((each for each in _functions(file) if each[0] <= line <= each[1]), default=(0, 0, ""))[2]
 
 
 @lru_cache
 def _functions(file: str) -> tuple[tuple[int, int, str], ...]:
-    """First and last line and name of each."""
+    """First line, last line and name of each function."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -194,8 +194,8 @@ class _Reader:
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
         self.counts = {1: 0, 16: 0, 32: 0, 64: 0}
-        self.names: ChainMap[str, Operand] = ChainMap()  # of the open braces; those of labels end in a colon
-        self.jumps: list[tuple[int, ChainMap[str, Operand]]] = []  # instructions that name a label, and the names there
+        self.names: ChainMap[str, Operand] = ChainMap()  # by open brace; names of labels end in a colon
+        self.jumps: list[tuple[int, ChainMap[str, Operand]]] = []  # jumps, and the names in scope there
         self.callers: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.site = Site("", 0, name, 0)
 
@@ -220,7 +220,7 @@ class _Reader:
             self.instructions += _moves(made)
 
     def finish(self, strings: dict[str, str]) -> None:
-        """Once all is read: each jump goes to the label of the innermost braces, each call knows its text."""
+        """Resolve jumps to the label in the innermost braces, and attach the strings of calls. Call after all reads."""
         for at, names in self.jumps:
             made = self.instructions[at]
             (target,) = made.args
@@ -231,7 +231,7 @@ class _Reader:
                 self.instructions[at] = replace(made, note=strings.get(self._pointed_to(at), ""))
 
     def _pointed_to(self, call: int) -> str:
-        """The variable whose address is the first argument of a call: what st.param, cvta and mov make of it."""
+        """The variable whose address is the first argument of a call, traced back through st.param, cvta and mov."""
         wanted: Operand = Address(Symbol("param0"))
         for made in reversed(self.instructions[max(0, call - 200) : call]):
             if made.args and made.args[0] == wanted:
@@ -241,7 +241,7 @@ class _Reader:
         return ""
 
     def _locate(self, statement: str) -> None:
-        """Line 0 stands for no line: what came before holds on."""
+        """Set the current source line. Line 0 means no line: the previous one still applies."""
         found = re.match(r"\.loc\s+(\d+) (\d+) (\d+)(?:.*inlined_at (\d+) (\d+) (\d+))?", statement)
         if found is None or found[2] == "0":
             return
@@ -275,7 +275,7 @@ class _Reader:
                 self.names[name] = Vector(tuple(made))
 
     def _place(self, statement: str) -> None:
-        """Variables in memory: each name stands for its address."""
+        """Allocate variables in memory: each name becomes its address."""
         form = r"\.(shared|local)(?:::cta)?\s+(?:\.align\s+(\d+)\s+)?(?:\.v(\d)\s+)?\.[a-z]+(\d+)\s+([^={]*)"
         found = re.fullmatch(form, statement, re.S)
         if found is None:
@@ -335,7 +335,7 @@ class _Reader:
 
 
 def _moves(made: Instruction) -> list[Instruction]:
-    """A move of a vector register as one of each element; another instruction as it is."""
+    """Splits a move of a vector register into one per element; returns any other instruction unchanged."""
     if made.root != "mov" or not made.has("v2", "v4"):
         return [made]
     d, a = made.args
@@ -347,5 +347,5 @@ def _moves(made: Instruction) -> list[Instruction]:
 
 
 def _split(text: str) -> list[str]:
-    """At commas outside of brackets."""
+    """Splits at commas outside brackets."""
     return [each.strip() for each in re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|\([^)]*\)|[^,])+", text) if each.strip()]

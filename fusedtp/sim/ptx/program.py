@@ -1,9 +1,9 @@
-"""A program of a kernel: its lanes with their registers, shared memory, and who waits at which barrier.
+"""A program of a kernel: its lanes with their registers, its shared memory, and its barriers.
 
     lockstep       all lanes of a program are one vector: an instruction is one call of numpy
-    warp by warp   each warp is a vector, and a random one goes on: what the absence of a barrier allows, shows
+    warp by warp   each warp is a vector, and a random one runs next: this exposes missing barriers
 
-Lanes that part at a branch form groups, of which the one that is furthest behind goes on; groups at one place join.
+Lanes that diverge at a branch form groups. The group that is furthest behind runs next; groups at the same place merge.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .shared import READ, WRITE, SharedShadow
 from .tensor_core import Products, matrix_places, multiply, multiply_doubles
 
 Array = np.ndarray[Any, Any]
-PARAMETERS = 0xF0000000  # address of the first parameter, where only its address is asked for
-MOST_INSTRUCTIONS = 2_000_000  # that a program runs in one turn
-LOOP = 1000  # blocks to run to find the loop's body
-POLLS = 4  # in vain, more than a program has before it sleeps for the first time
+PARAMETERS = 0xF0000000  # address of the first parameter, for kernels that take its address
+MOST_INSTRUCTIONS = 2_000_000  # of a program in one turn
+LOOP = 1000  # blocks to run in order to find the loop's body
+POLLS = 4  # polls in vain; one more than machine.PATIENCE
 CLOCKS: dict[str, Any] = dict(globaltimer=np.uint64, globaltimer_lo=np.uint32, clock64=np.uint64, clock=np.uint32)
 
 
 @dataclass(eq=False)
 class Group:
-    """Lanes at one place. barrier: at which they wait, or None."""
+    """Lanes at one place. barrier: the barrier where they wait, or None."""
 
     at: int
     mask: Array
@@ -54,10 +54,10 @@ class Lanes:
     def __init__(self, program: Program, first: int, count: int) -> None:
         self.program, self.first, self.count, self.window = program, first, count, program.window
         listing = program.kernel.listing
-        self.windows = bool(listing.local or listing.constants)  # whether generic addresses may be theirs
+        self.windows = bool(listing.local or listing.constants)  # whether generic addresses may refer to them
         words = {w: np.zeros((listing.registers.get(w, 0), count), f"u{w // 8}") for w in (16, 32, 64)}
         words[8] = np.zeros((listing.registers.get(1, 0), count), np.uint8)  # predicates
-        # registers by the letter of alu.VIEWS, each a row
+        # by letter of alu.VIEWS: the registers, one row each
         self.views = {view: list(words[8 * dtype.itemsize].view(dtype)) for view, dtype in VIEWS.items()}
         self.blocks, self.u, self.p = program.kernel.blocks, self.views["u"], self.views["p"]
         self.every = np.arange(count)
@@ -75,11 +75,11 @@ class Lanes:
 
     @property
     def pauses(self) -> bool:
-        """Whether the next block of some lanes may see what other programs do."""
+        """Whether the next block of some lanes may observe other programs."""
         return True in [self.blocks[group.at].pauses for group in self.groups if group.barrier is None]
 
     def run(self, most: int) -> bool:
-        """Run ready groups until the program has executed so much. Whether it shall pause before it goes on."""
+        """Run ready groups until the program has executed `most` instructions. Returns whether it must pause first."""
         program, blocks, groups = self.program, self.blocks, self.groups
         while program.executed < most:
             group = groups[0] if len(groups) == 1 else self._behind()
@@ -106,8 +106,8 @@ class Lanes:
         return False
 
     def _behind(self) -> Group | None:
-        """The group that goes on, with those at the same place: that which is furthest behind; where it has polled in
-        vain for long, each in turn, as threads of a warp make progress by themselves."""
+        """The group to run next, merged with others at its place: the one furthest behind. If it has polled in vain
+        for long, each group gets a turn, because threads of a warp make progress independently."""
         places: dict[int, Group] = {}
         for other in [g for g in self.groups if g.barrier is None]:
             group = places.setdefault(other.at, other)
@@ -136,7 +136,7 @@ class Lanes:
                 self.groups.append(Group(target, taken, count))
 
     def _arrive(self, group: Group, end: Instruction) -> None:
-        """At a barrier, whose number and threads registers may hold. bar.arrive does not wait."""
+        """A group arrives at a barrier; registers may hold its number and thread count. bar.arrive does not wait."""
         if end.guard is not None or end.has("red", "cluster"):
             raise end.unsupported("guarded, a reduction, or of a cluster")
         group.at += 1
@@ -155,19 +155,19 @@ class Lanes:
         return int(values[0])
 
     def whole_warps(self, mask: Any, what: str, site: Site) -> None:
-        """Raises where a warp is divided at an instruction that it does as one."""
+        """Raises if a warp has diverged at an instruction that requires whole warps."""
         if mask is not True:
             by_warp = mask.reshape(-1, 32)
             if (by_warp.any(1) != by_warp.all(1)).any():
                 raise UnsupportedPtx(f"{what} by a part of a warp, at {site}")
 
     def chosen(self, mask: Any) -> Array:
-        """Numbers of the lanes that take part."""
+        """The indices of the active lanes."""
         return self.every if mask is True else np.flatnonzero(mask)
 
     @staticmethod
     def part(value: Array, mask: Any) -> Array:
-        """Of these lanes."""
+        """The values of the active lanes."""
         return value if mask is True else value[mask]
 
     # -- values ------------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Lanes:
         return self.warps(value)[:, 0].copy()
 
     def special(self, name: str) -> Any:
-        """PTX ISA 8.8, section 10. A clock counts instructions: short pauses end, and no wait of seconds times out."""
+        """PTX ISA 8.8, section 10. Clocks count instructions: short pauses end, but waits of seconds never time out."""
         if name in self._fixed:
             return self._fixed[name]
         if name in CLOCKS:
@@ -211,7 +211,7 @@ class Lanes:
         return PARAMETERS + list(self.program.parameters).index(name)
 
     def chosen_parameter(self, at: Array, mask: Any, dtype: Any) -> Array:
-        """The parameter at an address that each lane computed."""
+        """The parameters at addresses that the lanes computed."""
         names = list(self.program.parameters)
         found = np.zeros(self.count, dtype)
         for lane in self.chosen(mask).tolist():
@@ -249,7 +249,7 @@ class Lanes:
         view[rows] = words
 
     def _placed(self, memory: str, at: Array, mask: Any, site: Site) -> tuple[str, Array]:
-        """The memory in which generic addresses lie, of all lanes alike, "" for global memory; and where in it."""
+        """The memory of generic addresses, the same for all lanes ("" for global memory), and the addresses in it."""
         at = self.part(at, mask)
         if not memory and self.windows:
             high = at >> 56
@@ -261,7 +261,7 @@ class Lanes:
 
     @cached_property
     def _rows(self) -> dict[str, dict[tuple[int, int], Array]]:
-        """Each memory as rows of words. Local memory: of all lanes, one after another, each padded to WIDEST bytes."""
+        """Each memory as rows of words. Local memory holds all lanes one after another, each padded to WIDEST bytes."""
         listing = self.program.kernel.listing
         local = np.full(self.count * (-(-listing.local // WIDEST) * WIDEST // 8), POISON).view(np.uint8)
         constants = np.frombuffer(listing.constants + bytes(-len(listing.constants) % WIDEST), np.uint8)
@@ -269,7 +269,7 @@ class Lanes:
         return {memory: rows_of_words(each) for memory, each in held.items()}
 
     def _rows_at(self, memory: str, at: Array, nbytes: int, mask: Any, site: Site) -> Array:
-        """Numbers of the rows of nbytes bytes that each lane means."""
+        """The row of nbytes bytes that each lane accesses."""
         rows = self.program.rows_at(at, nbytes, site, memory)
         if memory == LOCALLY:
             rows = rows + self.chosen(mask) * (-(-self.program.kernel.listing.local // WIDEST) * WIDEST // nbytes)
@@ -297,7 +297,7 @@ class Lanes:
         self.window.known.fence_proxy(self.part(self.ids, mask), proxy)
 
     def publish_map(self, to: Array, of: Array, mask: Any, scope: str, site: Site) -> None:
-        """A descriptor to global memory, each thread of a warp a word of it, and a release."""
+        """Copy a descriptor to global memory, one word per thread of a warp, then release."""
         self.whole_warps(mask, "tensormap.cp_fenceproxy", site)
         threads, to, of = (self.part(x, mask) for x in (self.ids, to, of))
         place = NBYTES // 32 * (threads & 31)
@@ -307,7 +307,7 @@ class Lanes:
         self.meet_warps(mask)
 
     def acquire_map(self, at: Array, mask: Any, scope: str, site: Site) -> None:
-        """Copies of the program may go by the descriptor there, as it is now."""
+        """Later tensor copies of the program may use the descriptor with its current contents."""
         self.window.known.fence(self.part(self.ids, mask), "acquire", scope)
         for address in np.unique(self.part(at, mask)).tolist():
             places, _ = self.window.places(address + np.arange(0, NBYTES, 4), 4, "fence", site)
@@ -381,12 +381,12 @@ class Lanes:
             barrier = self.program.barrier_at(int(at[lane]), site)
             clock = self.window.known.clock(self.first + lane) if arrivals[lane] else None
             barrier.count_down(clock, int(arrivals[lane]), int(nbytes[lane]))
-            if not nbytes[lane]:  # else it is for TMA's bytes
+            if not nbytes[lane]:  # otherwise it expects the bytes of a TMA copy
                 self.program.shadow.meet()
         self.window.vain = 0
 
     def mbarrier_wait(self, at: Array, parity: Any, mask: Any, site: Site) -> Array:
-        """Whether the phase of that parity, which its last bit says, is over. A late copy lands only here."""
+        """Whether the phase of this parity (its lowest bit) is over. Late tensor loads land only here."""
         done, parity = np.zeros(self.count, bool), np.broadcast_to(parity & 1, (self.count,))
         for place, wanted in {(int(at[lane]), int(parity[lane])) for lane in self.chosen(mask)}:
             barrier = self.program.barrier_at(place, site)
@@ -404,7 +404,7 @@ class Lanes:
     # -- lanes of a warp ---------------------------------------------------------------------------------------------
 
     def shuffle(self, kind: str, value: Any, by: Any, clamp: Any) -> tuple[Array, Array]:
-        """PTX ISA 9.7.9.6, with its own names: the value of lane j, or the own one where j is out of range."""
+        """PTX ISA 9.7.9.6, with its names: the value of lane j, or the lane's own value if j is out of range."""
         value, by, clamp = (np.broadcast_to(x, (self.count,)) for x in (value, by, clamp))
         lane = self.ids & 31
         b, c, segment = (by & 31).astype(int), (clamp & 31).astype(int), ((clamp >> 8) & 31).astype(int)
@@ -452,8 +452,8 @@ def _bits(flags: Array) -> Array:
 class Program:
     """One program of a launch.
 
-    parameters   by name: integers of a parameter's bits, or TensorMaps
-    lockstep     all lanes as one vector; else warp by warp
+    parameters   by name: the bits of a parameter as an integer, or a TensorMap
+    lockstep     run all lanes as one vector; otherwise warp by warp
     """
 
     def __init__(
@@ -462,14 +462,14 @@ class Program:
     ) -> None:  # fmt: skip
         self.kernel, self.window, self.index, self.grid, self.parameters = kernel, window, index, grid, parameters
         self.rng, self.threads = window.line.rng, kernel.listing.threads
-        state = self.rng.getstate()[1]  # seen, not drawn from: what is drawn decides whose turn it is
+        state = self.rng.getstate()[1]  # only read: a draw would change the order of turns
         self.salt = hash((state[0], state[-1], index)) & 0xFFFFFFFF
         self.shared = np.full(-(-kernel.listing.shared // WIDEST) * WIDEST // 8, POISON).view(np.uint8)
         self.shared_rows = rows_of_words(self.shared)
         self.shadow = SharedShadow(window, len(self.shared), self.threads, kernel.grain)
         self.barriers: dict[int, Barrier] = {}
-        self.descriptors: dict[int, bytes] = {}  # by address: what a fence has let copies see
-        self.arrivals: dict[int, list[tuple[int, Clock]]] = {}  # by barrier: threads that do not wait, what they know
+        self.descriptors: dict[int, bytes] = {}  # by address: contents that a fence has made visible to copies
+        self.arrivals: dict[int, list[tuple[int, Clock]]] = {}  # by barrier: threads that do not wait, and their clock
         self.loads: list[TensorLoad] = []
         self.executed = 0
         self.site = kernel.blocks[0].site
@@ -482,7 +482,7 @@ class Program:
         return not any(vector.groups for vector in self.vectors)
 
     def turn(self) -> None:
-        """Run until the next instruction may see what others do, or to the end."""
+        """Run until the next instruction may observe other programs, or to the end."""
         most = self.executed + MOST_INSTRUCTIONS
         while self.executed < most:
             ready = [vector for vector in self.vectors if vector.ready]
@@ -500,14 +500,14 @@ class Program:
         raise self.window.fault("no progress", said, "loops", self.site, cause=self._loop(vector))
 
     def _loop(self, vector: Lanes) -> str:
-        """What a loop without an atomic loads, in words."""
+        """Describes the loads of a loop without an atomic."""
         seen: set[int] = set()
         for _ in range(LOOP):
             if not vector.ready:
                 break
             seen |= {group.at for group in vector.groups}
             if vector.run(self.executed + 1):
-                break  # what follows may see other programs
+                break  # the next block may observe other programs
         body = [i for at in sorted(seen) for i in self.kernel.bodies[at]]
         loads = [i for i in body if i.root == "ld" and not is_shared(i) and not i.has("local", "param")]
         if not loads:
@@ -519,10 +519,10 @@ class Program:
         for vector in self.vectors:
             vector.copies.wait(vector, ALL, True)
             vector.bulk.wait(vector, ALL, True, reads=False)
-        self.vectors = []  # and registers, which else stay until Python looks for cycles
+        self.vectors = []  # frees the registers; reference cycles would keep them until garbage collection
 
     def _meet(self, everyone: bool) -> bool:
-        """Those who wait at a barrier that is complete go on; whether there are any. everyone: waits, or has ended."""
+        """Release the groups at complete barriers; returns whether any was. everyone: all lanes wait or have ended."""
         alive = [(vector, group) for vector in self.vectors for group in vector.groups]
         gone = self.threads - sum(group.size for _, group in alive)
         waiting = list(dict.fromkeys(group.barrier for _, group in alive if group.barrier is not None))
@@ -547,7 +547,7 @@ class Program:
         return met
 
     def _first_come(self, groups: list[tuple[Lanes, Group]], count: int) -> list[tuple[Lanes, Group]]:
-        """More threads wait than a barrier expects: it opens for that many, warps in any order; the rest wait on."""
+        """More threads wait than a barrier expects: release that many, warps in random order; the rest keep waiting."""
         warps = sorted({int(warp) for v, g in groups for warp in v.ids[g.mask] >> 5})
         self.rng.shuffle(warps)
         passing: list[tuple[Lanes, Group]] = []
@@ -568,11 +568,11 @@ class Program:
     # -- what lanes share --------------------------------------------------------------------------------------------
 
     def rows_at(self, at: Array, nbytes: int, site: Site, memory: str = SHARED, what: str = "access") -> Array:
-        """Numbers of the rows of nbytes bytes at addresses of a memory, where local memory is one lane's."""
+        """The rows of nbytes bytes at addresses of a memory. Local memory: addresses of one lane."""
         listing = self.kernel.listing
         size = {SHARED: listing.shared, LOCALLY: listing.local, CONSTANT: len(listing.constants)}[memory]
         bits = int(np.bitwise_or.reduce(at, None))
-        far = bits < 0 or bits + nbytes > size  # maybe: no address is above all of their bits
+        far = bits < 0 or bits + nbytes > size  # a cheap upper bound: no address exceeds the union of all bits
         if far and (int(at.min()) < 0 or int(at.max()) + nbytes > size):
             wrong = int(at.min()) if int(at.min()) < 0 else int(at.max())
             raise self.window.fault("out of bounds", f"{memory} ends at {size}", what, site, memory, (wrong,))
@@ -583,13 +583,13 @@ class Program:
         return at >> (nbytes.bit_length() - 1)
 
     def write_shared(self, at: Array, words: Array | np.uint64, size: int, site: Site) -> None:
-        """Words [n, size] in bytes at [n] addresses, of any kind; or one of 8 bytes, cut, everywhere."""
+        """Write words, `size` bytes at each of [n] addresses, of any dtype; or one 8-byte word, truncated, to all."""
         rows = self.rows_at(at, size, site, what="copy")
         whole = self.shared_rows[min(size, 8), max(size // 8, 1)]
         whole[rows] = words if isinstance(words, np.uint64) else words.view(whole.dtype)
 
     def tensor_map(self, address: int, thread: int, site: Site) -> TensorMap:
-        """The descriptor there: an argument, or what the kernel has written."""
+        """The descriptor at an address: an argument, or one that the kernel has written."""
         number = address - PARAMETERS
         if 0 <= number < len(self.parameters):
             found = list(self.parameters.values())[number]
@@ -612,7 +612,7 @@ class Program:
         return self.barriers[place]
 
     def land_load(self, barrier: int) -> None:
-        """One tensor load that this mbarrier counts, in no particular order."""
+        """Land one random tensor load of this mbarrier."""
         mine = [load for load in self.loads if load.barrier == barrier]
         if mine:
             load = self.rng.choice(mine)

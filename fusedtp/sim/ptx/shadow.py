@@ -1,17 +1,17 @@
-"""Who wrote and who read each piece of memory last: where clocks do not order two accesses, they race.
+"""The last writer and the last readers of each piece of memory. Two accesses that clocks do not order race.
 
-PTX ISA 8.8, section 8.7.1: two accesses that overlap race if one of them writes, they are not ordered by causality and
-not morally strong, that is both strong, each with a scope that reaches the other's thread, of the same bytes.
+PTX ISA 8.8, section 8.7.1: two overlapping accesses race if at least one writes, causality does not order them, and
+they are not morally strong, that is, both strong, to the same bytes, each with a scope that includes the other thread.
 
-A tensor is divided into cells, of 16 bytes at first and as small as the smallest access to it later. Weak accesses
-leave stamps (tick, thread) in cells: the last write, and for each slot of programs the last read. Strong ones are few;
-their words keep them by thread. The first race of a schedule is found exactly, but for these:
+A tensor is divided into cells: 16 bytes at first, later as small as the smallest access to it. Weak accesses leave
+stamps (tick, thread) in cells: the last write, and the last read by each slot of programs. Strong accesses are few;
+their words store them by thread. The first race of a schedule is found exactly, with two exceptions:
 
-    of a cell that several threads of one program read, the last reader alone is remembered
+    If several threads of one program read a cell, only the last reader is stored.
     Note [Loads in every thread]. A compiler loads a scalar in every thread and uses one thread's (`leave` in
-    kernels/signals.py), so a thread may store to it before another warp has loaded. Within a program, a write after
-    a read is not judged; nor, warp by warp, a read of the line that read the cell before the write. Where it matters,
-    warps in random order show it in the numbers.
+    kernels/signals.py), so a thread may store to it before another warp has loaded. Within a program, a write after a
+    read is not checked. If warps run one at a time, neither is a read after a write whose source line had already
+    read the cell before the write. If such a race matters, warps in random order show a wrong result.
 
 Source: Flanagan and Freund 2009, "FastTrack: Efficient and Precise Dynamic Race Detection".
 """
@@ -28,13 +28,13 @@ from ..faults import Site
 from .clocks import ALIAS, ASYNC, GENERIC, READONLY, Carried, Known, Rows, Source
 
 Array = np.ndarray[Any, Any]
-THREAD = (1 << 31) - 1  # of a stamp: tick << 32 | ALIASED | coordinate of the thread
-ALIASED = 1 << 31  # the access was by a multicast address
-MOST_WRITES = 16  # of a word, that are remembered
+THREAD = (1 << 31) - 1  # mask of a stamp: tick << 32 | ALIASED | coordinate of the thread
+ALIASED = 1 << 31  # the access used a multicast address
+MOST_WRITES = 16  # stored per word
 
 
 class Event(NamedTuple):
-    """An access as reports name it. where: rank, launch, program."""
+    """An access, as shown in reports. where: rank, launch, program."""
 
     where: tuple[int, str, int]
     site: Site
@@ -51,33 +51,33 @@ def program_name(where: tuple[int, str, int]) -> str:
 
 
 class Conflict(NamedTuple):
-    """An earlier access that races with one now."""
+    """An earlier access that races with the current one."""
 
     event: int
-    cells: Array  # of the one now that overlap it
-    by: int  # the earlier thread's coordinate
-    tick: int  # when it was
-    proxy: int = GENERIC  # ASYNC or ALIAS: only a fence of this proxy is missing. READONLY: it is too late
+    cells: Array  # those of the current access that overlap it
+    by: int  # coordinate of the earlier thread
+    tick: int  # of the earlier access
+    proxy: int = GENERIC  # ASYNC or ALIAS: only a fence of this proxy is missing. READONLY: no fence would help
 
 
 class Accessor(NamedTuple):
-    """Who accesses now: threads of a program with what they know, by a proxy; and the stamp that they leave."""
+    """The current access: threads of a program with their clocks, and the proxy. Makes the stamps of the access."""
 
     known: Known
     rows: Rows
     threads: Array
     proxy: int = GENERIC
-    engine: bool = False  # its asynchronous copies do it, once they are complete
+    engine: bool = False  # the access is that of the program's asynchronous copies, once they are complete
 
     def stamps(self, tick: int, cells: Array) -> Array:
-        """For each of the cells, or for each row of them."""
+        """One stamp per cell, or per row of cells."""
         who = np.full(1, self.known.engine) if self.engine else self.known.first + self.threads
         stamps = who | (tick << 32) | ALIASED * (self.proxy == ALIAS)
         return stamps if cells.ndim == 1 else stamps[:, None]
 
 
 class Shadow:
-    """Cells of one tensor. first: its first byte on the line."""
+    """The cells of one tensor. first: its first byte on the line."""
 
     def __init__(self, first: int, nbytes: int, poisoned: bool) -> None:
         self.first, self.nbytes, self.shift = first, nbytes, 4
@@ -87,7 +87,7 @@ class Shadow:
         self.unwritten = np.full(size, poisoned)
         self.strong = np.zeros(size, bool)  # cells that strong operations have used
         self.poisoned, self.written = poisoned, False
-        self.log: list[tuple[Accessor, int, Array, int]] = []  # reads that have left no stamps yet
+        self.log: list[tuple[Accessor, int, Array, int]] = []  # reads that are not stamped yet
         self.logged = 0
 
     def _extent(self) -> tuple[int, int]:
@@ -95,7 +95,7 @@ class Shadow:
         return begin, (self.first + max(self.nbytes, 1) - 1 >> self.shift) - begin + 1
 
     def cells(self, places: Array, width: int) -> Array:
-        """Those that accesses of `width` bytes at these places touch: [n], or [n, k]."""
+        """The cells that accesses of `width` bytes at these places touch: [n], or [n, k]."""
         if width < 1 << self.shift:
             self._refine(width.bit_length() - 1)
         cells = (places >> self.shift) - self.begin
@@ -103,7 +103,7 @@ class Shadow:
         return cells if count == 1 else cells[:, None] + np.arange(count)
 
     def places(self, cells: Array) -> Array:
-        """The first byte of each."""
+        """The first byte of each cell."""
         return np.maximum((cells + self.begin) << self.shift, self.first)
 
     def _refine(self, shift: int) -> None:
@@ -125,10 +125,10 @@ class Shadow:
     def conflicts(
         self, who: Accessor, cells: Array, writes: bool, excused: Callable[[Array], Array] | None = None
     ) -> Iterator[Conflict]:
-        """Weak accesses by others that this one races with, an event at a time.
+        """The weak accesses of other threads that race with this one, one event at a time.
 
-        excused   of cells that a thread of the same program wrote last: where that is no race. Loads: Note [Loads in
-                  every thread], None in lockstep. Stores: of what stands there, as threads may store copies of a value
+        excused   for cells last written by a thread of the same program: whether that is no race. Loads: Note [Loads in
+                  every thread], None in lockstep. Stores: threads may store equal values, so the value already there
         """
         lasts = [(self.writes, self.write_events, False)] if self.written else []
         if writes:
@@ -165,7 +165,7 @@ class Shadow:
                         each &= numbers != event
 
     def note(self, who: Accessor, cells: Array, writes: bool, event: int) -> None:
-        """This access has happened."""
+        """Record this access."""
         tick = who.known.slot.tick
         if writes:
             self._settle()
@@ -180,7 +180,7 @@ class Shadow:
                 self._settle()
 
     def _settle(self) -> None:
-        """Readers leave their stamps."""
+        """Stamp the logged reads."""
         for who, tick, cells, event in self.log:
             if who.known.first not in self.reads:
                 size = len(self.writes)
@@ -195,7 +195,7 @@ class Shadow:
 
 
 class Write(NamedTuple):
-    """A write to a word: its number among all strong ones, the value, and the clocks that it releases."""
+    """A write to a word: its number among all strong writes, the value, and the clocks that it carries."""
 
     number: int
     value: Any
@@ -213,12 +213,12 @@ class Operation(NamedTuple):
 
 
 class Word:
-    """Bytes that strong operations use: what they may still read, in coherence order, and who used them.
+    """Bytes that strong operations use: the writes that may still be read, in coherence order, and the users.
 
-    coordinate   of clocks: the newest write that happened before
-    operations   (coordinate of a thread, whether it wrote) -> its last
+    coordinate   coordinate in clocks: the newest write that happened before
+    operations   (coordinate of a thread, whether it wrote) -> its last operation
     users        all (source, place, nb) of operations
-    released     coordinate of a thread -> what its last release here carries, also with its later writes (8.8)
+    released     coordinate of a thread -> clocks of its last release here; its later writes carry them too (8.8)
     """
 
     __slots__ = ("coordinate", "nb", "operations", "place", "released", "users", "writes")
@@ -231,13 +231,13 @@ class Word:
         self.released: dict[int, Carried] = {}
 
     def at(self, number: int) -> Write:
-        """The last write up to this number."""
+        """The last write with at most this number."""
         return next((w for w in reversed(self.writes) if w.number <= number), self.writes[0])
 
     def conflicts(
         self, known: Known, at: Rows, thread: int, source: Source | None, place: int, nb: int, writes: bool
     ) -> Iterator[Operation]:
-        """Strong operations of other threads that an access now races with, an event at a time. source: None if weak"""
+        """Strong operations of other threads that race with this access, one per event. source: None if it is weak."""
         told: set[int] = set()
         harmless = {u for u in self.users if source is not None and u[1:] == (place, nb) and u[0].reaches(source)}
         for (by, wrote), operation in self.operations.items() if harmless != self.users else ():

@@ -1,14 +1,14 @@
-"""Products of tensor cores, and the loads and stores of their fragments.
+"""Tensor core instructions (mma, wgmma), and the loads and stores of their fragments.
 
-Which lane holds which element: PTX ISA 8.8, 9.7.14.5 (mma fragments), 9.7.14.5.15-16 (ldmatrix, stmatrix), 9.7.15.5
-(wgmma: fragments, layouts in shared memory, descriptors). With g = lane / 4, t = lane % 4 and e elements in 32 bits:
+Fragment layouts: PTX ISA 8.8, 9.7.14.5 (mma fragments), 9.7.14.5.15-16 (ldmatrix, stmatrix), 9.7.15.5 (wgmma:
+fragments, layouts in shared memory, descriptors). With g = lane / 4, t = lane % 4 and e elements in 32 bits:
 
-    A [16, 8e]   register hk * 2 + hm holds row g + 8 hm, columns 4e hk + t e and on
-    B [8e, 8]    register hk holds rows 4e hk + t e and on, column g
-    C [16, 8]    register 2 hm + j holds row g + 8 hm, column 2 t + j; of fp16, register hm holds both j
+    A [16, 8e]   register hk * 2 + hm holds row g + 8 hm, columns from 4e hk + t e
+    B [8e, 8]    register hk holds rows from 4e hk + t e, column g
+    C [16, 8]    register 2 hm + j holds row g + 8 hm, column 2 t + j; if C is fp16, register hm holds both j
 
-Products are summed in fp32 by numpy, in an order of its own, and rounded once if C is fp16; tensor cores have another
-order, and drop more bits. Those of integers are exact.
+numpy sums the products in fp32, in its own order, and rounds once if C is fp16. Tensor cores sum in another order and
+drop more bits. Integer products are exact.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from .numerics import ELEMENTS, elements, saturate
 from .parse import Imm, Instruction, Operand, Reg, UnsupportedPtx
 from .shared import READ
 
-Lanes = Any  # that of program.py, which imports this file
+Lanes = Any  # program.Lanes; program.py imports this file
 Array = np.ndarray[Any, Any]
 
 
 # -- mma.sync ----------------------------------------------------------------------------------------------------------
 
 
-# by type of the sum
+# by type of the accumulator
 FACTORS = {"f32": {"tf32", "bf16", "f16", "e4m3", "e5m2"}, "f16": {"f16"}, "s32": {"s8", "u8"}, "f64": {"f64"}}
-Numbers = tuple[tuple[int, ...], ...]  # of the registers of D, A, B, C
+Numbers = tuple[tuple[int, ...], ...]  # register numbers of D, A, B, C
 
 
 def unpacked(words: Array, to: str) -> Array:
-    """Registers of sums [..., n, lanes] -> the sums, fp32 or int32; of fp16 there are twice as many."""
+    """Accumulator registers [..., n, lanes] -> sums, fp32 or int32; fp16 registers hold two each."""
     if to != "f16":
         return words.view(np.float32 if to == "f32" else np.int32)
     return np.moveaxis(elements(words, "f16"), -1, -2).reshape(*words.shape[:-2], -1, words.shape[-1])
 
 
 def packed(sums: Array, to: str) -> Array:
-    """The opposite."""
+    """The inverse of `unpacked`."""
     if to != "f16":
         return np.ascontiguousarray(sums).view(np.uint32)
     halves = sums.astype(np.float16).reshape(*sums.shape[:-2], -1, 2, sums.shape[-1])
@@ -58,7 +58,7 @@ def _mma(e: Emitter, i: Instruction) -> list[str] | None:
 
 
 def products(e: Emitter, run: list[Instruction]) -> list[str] | None:
-    """mma of one kind, none of which reads what another of them writes: one matmul of numpy."""
+    """Translates independent mma instructions of one kind into one numpy matmul."""
     first = run[0]
     if first.parts[1:3] != ("sync", "aligned") or not first.has("row") or first.has("sp", "block_scale"):
         return None
@@ -82,7 +82,7 @@ def _rows(registers: list[Array], numbers: tuple[int, ...]) -> Array:
 def multiply(registers: list[Array], numbers: list[Numbers], a: str, b: str, to: str) -> list[Array]:
     """D of each product, uint32 [4 or 2, lanes]. registers: rows of uint32 [lanes].
 
-    to   f32, f16, s32, or s32.sat, limited to the type's range
+    to   f32, f16, s32, or s32.sat, which saturates
     """
     lanes = len(registers[0])
     warps = lanes // 32
@@ -133,9 +133,9 @@ def _matrix(e: Emitter, i: Instruction) -> list[str] | None:
 
 
 def matrix_places(at: Array, matrix: int, transposed: bool) -> list[Array]:
-    """Where each lane's two elements of the 8x8 matrix lie, bytes: of the 16 bytes at the rows' addresses [lanes].
+    """Byte addresses of each lane's two elements of an 8x8 matrix. at: addresses of its rows of 16 bytes, [lanes].
 
-    A row's address comes from lane 8 * matrix + row of the warp. Not transposed, the two are neighbours.
+    Lane 8 * matrix + row of the warp provides a row's address. If not transposed, the two elements are adjacent.
     """
     lane = np.arange(len(at))
     g, t, first = (lane & 31) >> 2, lane & 3, lane & ~31
@@ -177,7 +177,7 @@ def _wgmma(e: Emitter, i: Instruction) -> list[str] | None:
 
 
 class Product(NamedTuple):
-    """One wgmma. left: descriptors by warp, or None where `held` names A's registers; scale: whether D is added to."""
+    """One wgmma. left: descriptors by warp, or None if A is in registers (`held`); scale: accumulate into D."""
 
     n: int
     to: str
@@ -196,21 +196,21 @@ class Product(NamedTuple):
         return descriptor, self.n if operand else 64, itemsize, bool(self.transposed[operand])
 
     def places(self, operand: int, descriptor: int) -> Array:
-        """Where A (operand 0) or B (1) lies in shared memory."""
+        """Places of A (operand 0) or B (1) in shared memory."""
         return operand_places(*self._operand(operand, descriptor))
 
     def cells(self, shift: int) -> list[Array]:
-        """Of 1 << shift bytes, [1, n] of each operand of each warp."""
+        """The cells, of 1 << shift bytes, of each operand of each warp: [1, n]."""
         given = [(1, d) for d in {*self.right.tolist()}]
         given += [(0, d) for d in {*self.left.tolist()}] if self.left is not None else []
         return [operand_cells(shift, *self._operand(*each)) for each in given]
 
 
-PENDING = np.uint32(0x7FC0DEAD)  # a NaN: what stands in D until the wait
+PENDING = np.uint32(0x7FC0DEAD)  # a NaN: the contents of D until the wait
 
 
 class Products:
-    """The wgmma that lanes have issued. Late ones read their operands and write D at their wait, no earlier."""
+    """The wgmmas that lanes have issued. Late ones read their operands and write D only at their wait."""
 
     def __init__(self, late: bool) -> None:
         self.late, self.group = late, 0
@@ -270,16 +270,16 @@ class Products:
 
 
 def shared_elements(shared: Array, places: Array, kind: str) -> Array:
-    """fp32 (or int32) of elements in shared memory, by their places."""
+    """Decodes elements in shared memory at these places to fp32 (or int32)."""
     word, decoded = ELEMENTS[kind]
     return decoded(shared.view(word)[places // np.dtype(word).itemsize])
 
 
-SWIZZLES = {0: (16, 0), 1: (128, 7), 2: (64, 3), 3: (32, 1)}  # bytes of a row of the pattern, and the mask of its bits
+SWIZZLES = {0: (16, 0), 1: (128, 7), 2: (64, 3), 3: (32, 1)}  # bytes per row of the pattern, and the mask of its bits
 
 
 def swizzled(places: Array, mask: int) -> Array:
-    """Bits 4 and up of a place in shared memory, exchanged by its bits 7 and up. PTX ISA 5.5.7."""
+    """Swizzles a place in shared memory: XORs bits 4 and up with bits 7 and up. PTX ISA 5.5.7."""
     return places ^ (((places >> 7) & mask) << 4)
 
 
@@ -290,9 +290,9 @@ def operand_cells(shift: int, *operand: Any) -> Array:
 
 @lru_cache(maxsize=4096)
 def operand_places(descriptor: int, rows: int, itemsize: int, transposed: bool) -> Array:
-    """Places in shared memory of an operand's elements [rows, k], rows being those of A or the columns of B.
+    """Places in shared memory of an operand's elements [rows, k]; rows are the rows of A or the columns of B.
 
-    The canonical layouts of PTX ISA 9.7.15.5.1, in units of 16 bytes; for a swizzle of 128 bytes, u of them a row:
+    The canonical layouts of PTX ISA 9.7.15.5.1, in units of 16 bytes, with u units per row of the swizzle:
 
         K-major    row r, unit c of k:   (r % 8) u + (r / 8) SBO + c
         MN-major   unit c of rows, k:    c % u + (c / u) LBO + (k % 8) u + (k / 8) SBO

@@ -1,4 +1,4 @@
-"""How long a schedule takes on a node that is described by a data file. See docs/timed-schedule.md."""
+"""Simulates how long a schedule takes on a node described by a data file. See docs/timed-schedule.md."""
 
 from .engine import Engine
 from .node import Node, load_node, machines

@@ -1,9 +1,9 @@
-"""Simulated time: streams that launch programs onto SMs, copy and signal, until all work is done.
+"""Simulates a run in time: streams launch programs onto SMs, copy and signal, until all work is done.
 
 program    see programs.py
-wait       a program that reads what it read before sleeps until one of those words changes, see waits.py
-SM         one program at a time; programs of a rank start in the order of their launches and of their numbers
-copy       goes through an engine of its rank, both memories and the links between them, piece by piece
+wait       a program that keeps reading the same values sleeps until one of those words changes, see waits.py
+SM         runs one program at a time; programs of a rank start in order of their launch, then of their number
+copy       passes through a copy engine of its rank, both memories and the links between them, piece by piece
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .words import Words
 
 
 def is_decorated(kernel: Any) -> bool:
-    """Whether autotune or heuristics choose some of its arguments."""
+    """Whether autotune or heuristics choose some arguments of the kernel."""
     return hasattr(kernel, "configs") or hasattr(kernel, "values")
 
 
 class Engine:
     """One run on one node. `exact` executes every iteration of every loop, see Note [Skipped iterations].
 
-    An autotuned kernel runs by its first config, or the one that its launch names.
+    An autotuned kernel runs with its first config, or with the one that its launch names.
     """
 
     def __init__(self, run: Run, node: Node, *, exact: bool = False) -> None:
@@ -53,7 +53,7 @@ class Engine:
         self._waits = self._programs.waits
 
     def run(self) -> Timeline:
-        """All work to its end. Raises SimulationFault for a deadlock and for an access outside of all memory."""
+        """Run all work to its end. Raises SimulationFault for a deadlock or an access outside all memory."""
         turns, end = self._turns, 0.0
         try:
             for stream in self._streams:

@@ -1,8 +1,8 @@
-"""What `tl` is in a timed run: loads, stores and products are counted, everything else keeps shapes and addresses.
+"""The `tl` of a timed run: it counts loads, stores and matmuls; everything else only tracks shapes and addresses.
 
-Integers of 32 and 64 bits in memory are data of the protocol (addresses of peers, epochs, flags, indices), so they
-are read and written for real. All other data is left out. A single element costs nothing by itself: the compiler
-keeps it in a register, or it comes with the atomics, whose latency is counted.
+Integers of 32 and 64 bits in memory are protocol data (addresses of peers, epochs, flags, indices), so they are really
+read and written. All other data is left out. A scalar access is free: the compiler keeps the value in a register, or
+the access belongs to an atomic, whose latency is counted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .masks import Mask, broadcast
 from .shapes import Shapes
 from .values import Tile
 
-LINE = 128  # bytes of a cache
+LINE = 128  # bytes of a cache line
 
 
 class Runtime(Protocol):
-    """What the language asks of the engine. Addresses are of bytes."""
+    """The interface of the engine that the language uses. Addresses are byte addresses."""
 
     @property
     def account(self) -> Account: ...
@@ -51,7 +51,7 @@ class Runtime(Protocol):
 
 @cache
 def _integer(dtype: Any) -> np.dtype | None:
-    """The numpy type of integers that are read for real; a bool of one byte too."""
+    """The numpy type of integers and pointers that are really read; None for other data."""
     if dtype.is_ptr():
         return np.dtype(np.uint64)
     if dtype.is_int() and dtype.primitive_bitwidth in (32, 64):
@@ -61,7 +61,7 @@ def _integer(dtype: Any) -> np.dtype | None:
 
 @cache
 def _names() -> dict[torch.dtype, str]:
-    """What Triton calls torch's dtypes."""
+    """Triton's names of torch dtypes."""
     same = (
         "float16", "float32", "float64", "bfloat16", "int8", "int16", "int32", "int64",
         "uint8", "uint16", "uint32", "uint64",
@@ -72,14 +72,14 @@ def _names() -> dict[torch.dtype, str]:
 
 
 class Language(Shapes):
-    """Stands for triton.language in a kernel that source.py made."""
+    """Replaces triton.language in a kernel that source.py made."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__()
         self._runtime = runtime
 
     def argument(self, value: Any) -> Any:
-        """An argument of a launch as the kernel sees it."""
+        """Converts an argument of a launch to the value that the kernel sees."""
         tl = self._tl
         if isinstance(value, torch.Tensor):
             return Tile((), tl.pointer_type(getattr(tl, _names()[value.dtype])), value.data_ptr())
@@ -102,7 +102,7 @@ class Language(Shapes):
         return self._runtime.grid[axis]
 
     def _extent(self, what: str, pointer: Tile, mask: Any) -> tuple[int, int, int, int]:
-        """(elements, rank, first address, last address) of an access; elements 0: none."""
+        """(number of elements, rank, first address, last address) of an access; 0 elements: no access."""
         if not pointer.known:
             raise UnsupportedKernel(f"the address of a {what} depends on data, which a timed run leaves out")
         size = max(1, pointer.dtype.element_ty.primitive_bitwidth // 8)
@@ -188,10 +188,10 @@ class Language(Shapes):
     def inline_asm_elementwise(
         self, asm: str, constraints: str, args: Sequence[Any], dtype: Any = None, *_: Any, **__: Any
     ) -> Any:
-        """Of PTX only prefetches count, and multimem, whose last argument says which lanes take part: a word a lane.
+        """Counts only prefetches and multimem, whose last argument is the mask of active lanes, one word per lane.
 
-        Time stands still for a kernel that reads the clock, so no wait gives up. What is made of arguments is unknown.
-        Raises UnsupportedKernel for PTX that accesses memory otherwise: a flag that it sets or polls would stay 0.
+        Other PTX without arguments, such as a read of the clock, returns 0, so no wait times out. With arguments it
+        returns unknown values. Raises UnsupportedKernel for other memory accesses: flags they set or poll would stay 0.
         """
         if asm.startswith("prefetch.global.L2"):
             self._runtime.account.prefetch(LINE * args[0].size)
@@ -250,7 +250,7 @@ class Language(Shapes):
     def _atomic_tile(
         self, name: str, pointer: Tile, value: Any, change: Callable, mask: Any, releases: bool, posted: bool
     ) -> Tile:
-        """Of integers; the words may be those of several ranks."""
+        """An atomic on a tile of integers; its words may belong to several ranks."""
         element = pointer.dtype.element_ty
         shape = broadcast(pointer.shape, mask.shape) if isinstance(mask, Mask) else pointer.shape
         values = np.broadcast_to(value.dense() if isinstance(value, Tile) else value, shape)
@@ -298,7 +298,7 @@ class Language(Shapes):
 
 
 class Descriptor:
-    """A tensor descriptor: blocks of a strided tensor, clipped at its ends."""
+    """A tensor descriptor: blocks of a strided tensor, clipped at its bounds."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""A loop in which nothing but data moves is one event: iterations that do what the ones before did are skipped.
+"""Makes a loop that only moves data a single event: iterations that repeat the previous ones are skipped.
 
-Note [Skipped iterations]: the first three iterations and the last are executed. If the second and the third moved
-the same bytes between the same memories and did the same products, neither met another program (no wait, no atomic,
-no integer of memory), and everything that one iteration takes over from the one before changed evenly, then those up
-to the last but one are taken to be like the third: their cost is added, and what is carried is set to where it would
-be. That is exact for loops over addresses with a tail. It is not for a loop whose middle differs from its begin, such
-as one with a mask that closes half way; `exact=True` executes every iteration.
+Note [Skipped iterations]: the first three iterations and the last one are executed. The others are assumed to cost the
+same as the third if (1) the second and the third moved the same bytes between the same memories and did the same
+matmuls, (2) neither synchronized with another program (no wait, no atomic, no integers in memory), and (3) all
+loop-carried values changed by constant steps. The cost of the skipped iterations is added, and the loop-carried values
+are extrapolated. This is exact for loops over addresses with a tail. It is not exact if the middle of a loop differs
+from its begin, such as with a mask that closes half way; `exact=True` executes every iteration.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENOUGH = 6
 
 
 class Loop:
-    """range(...) as source.py writes it into a kernel; `turn` is called at the end of every iteration."""
+    """Replaces range(...) in a rewritten kernel; the kernel calls `turn` at the end of every iteration."""
 
     def __init__(self, account: Account, *bounds: int) -> None:
         self.range, self.account = range(*bounds), account
@@ -43,12 +43,12 @@ class Loop:
             self._turned, self._jump = False, False
             self._mark = self.account.mark()
             yield self.range[i]
-            if not self._turned:  # the body left by `continue`
+            if not self._turned:  # the body ended with `continue`
                 self.active = False
             i = len(self.range) - 1 if self._jump else i + 1
 
     def turn(self, names: dict[str, Any], carried: tuple[str, ...]) -> bool:
-        """Whether the loop goes on at its last iteration, with what it carries taken from here."""
+        """Whether the loop jumps to its last iteration; the kernel then takes the loop-carried values from here."""
         self._turned = True
         state = {name: names[name] for name in carried if name in names}
         self._before.append((state, self.account.since(self._mark)))
@@ -73,7 +73,7 @@ _UNEVEN = object()
 
 
 def _ahead(a: Any, b: Any, c: Any, times: int) -> Any:
-    """What comes `times` after a, b, c if they grow evenly."""
+    """The value `times` steps after a, b, c if they grow by constant steps; else _UNEVEN."""
     if a is b is c:
         return c
     if type(a) is int and type(b) is int and type(c) is int:

@@ -1,4 +1,4 @@
-"""Masks of a timed run: which elements of a block, as a box of bounds where they are one.
+"""Masks of a timed run: the selected elements of a block, stored as a box of bounds where possible.
 
 rows < 400, of rows 384 to 511          Mask bounds ((0, 16),)
 """
@@ -24,7 +24,7 @@ def triton_language() -> Any:
 
 
 class Mask:
-    """Which elements of a block: the box of `bounds` (low, high for each axis), or an array, or data-dependent."""
+    """The selected elements of a block: a box of `bounds` (low, high per axis), an array, or data-dependent."""
 
     __slots__ = ("bounds", "data", "known", "shape")
 
@@ -52,7 +52,7 @@ class Mask:
         return out
 
     def count(self, shape: Shape) -> int:
-        """Elements of a block of this shape, to which the mask is broadcast. Data-dependent ones count as all."""
+        """Number of elements after broadcasting to a block of this shape. A data-dependent mask counts as all."""
         total = math.prod(shape)
         if not self.known:
             return total
@@ -117,14 +117,14 @@ class Mask:
 
 
 def _stretched(bounds: tuple[int, int], own: int, wanted: int) -> tuple[int, int]:
-    """Bounds of an axis of one element, stretched to `wanted`."""
+    """Bounds of an axis, broadcast from `own` to `wanted` elements."""
     if own == wanted:
         return bounds
     return (0, wanted) if bounds[1] > bounds[0] else (0, 0)
 
 
 def kept_axes(index: Any, dims: int) -> list[int | None]:
-    """Axes of a block after an index of None and ':' only."""
+    """The axes of a block after indexing with None and ':' only; None is a new axis."""
     index = index if isinstance(index, tuple) else (index,)
     kept: list[int | None] = []
     axis = 0
@@ -141,7 +141,7 @@ def kept_axes(index: Any, dims: int) -> list[int | None]:
 
 @lru_cache(maxsize=4096)
 def broadcast(a: Shape, b: Shape) -> Shape:
-    """The shape that both have when broadcast."""
+    """The broadcast shape of both."""
     if a == b:
         return a
     if len(a) < len(b):

@@ -1,7 +1,7 @@
-"""What a node is made of: rates, sizes and latencies, read from data files that say where each number is from.
+"""Rates, sizes and latencies of a node, read from data files that give the source of each number.
 
-A file holds an entry {"value": ..., "source": ...} for every field; units are bytes, seconds, FLOP/s. A value whose
-source begins with "assumed" could not be found published for this GPU.
+A file holds an entry {"value": ..., "source": ...} for every field; units are bytes, seconds, FLOP/s. If the source
+begins with "assumed", no published value was found for this GPU.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ RING = {"start", "hop", "bandwidth"}
 class Node:
     """GPUs of one kind, all linked through switches.
 
-    sms                     of one GPU; each runs one program at a time
+    sms                     SMs of one GPU; each runs one program at a time
     shared_bytes            shared memory that one program may use
     flops                   sustained matmul rate of one GPU by dtype
     memory_bandwidth        of one GPU's memory, reads and writes together
-    l2_bytes                of one GPU's cache
-    sm_bandwidth            what one SM moves to and from the cache
-    link_bandwidth          payload that one GPU sends, and receives at the same time
+    l2_bytes                size of one GPU's L2 cache
+    sm_bandwidth            of one SM to and from the cache
+    link_bandwidth          payload of one GPU per direction; it sends and receives at the same time
     copy_bandwidth          of one copy engine
-    copy_engines            of one GPU, that copies between GPUs may use at once
+    copy_engines            engines of one GPU that may copy between GPUs at once
     memory_latency          of a load, and of an atomic in the GPU's own memory
     link_latency            from a store until the peer can see it
     launch_latency          from the end of a stream's work to the start of its next
-    copy_latency            of starting a copy
-    collectives             how a library may gather or scatter round a ring, by protocol: what "start" costs, what
-                            each of the W - 1 "hop"s, and "bandwidth", bytes a second that reach a rank
+    copy_latency            startup latency of a copy
+    collectives             costs of a library's ring gather or scatter, by protocol: of the "start", of each of the
+                            W - 1 "hop"s, and "bandwidth", bytes per second that reach a rank
     """
 
     name: str
@@ -52,18 +52,18 @@ class Node:
     collectives: dict[str, dict[str, float]]
 
     def but(self, **changes: Any) -> Node:
-        """The same node with other numbers."""
+        """A copy of the node with some fields changed."""
         return replace(self, **changes)
 
 
 def machines() -> list[str]:
-    """Names of the nodes that come with the package."""
+    """Names of the nodes shipped with the package."""
     folder = resources.files(__package__) / "machines"
     return sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json"))
 
 
 def load_node(name: str) -> Node:
-    """A node by name, or from a path that ends in .json. Raises ValueError for what is unknown, missing or extra."""
+    """Loads a node by name or from a .json path. Raises ValueError for an unknown name, and missing or extra fields."""
     if name.endswith(".json"):
         with open(name) as file:
             return read_node(name, file.read())
@@ -73,7 +73,7 @@ def load_node(name: str) -> Node:
 
 
 def read_node(name: str, text: str) -> Node:
-    """A node from a data file's text."""
+    """Parses a node from the text of a data file."""
     try:
         entries = json.loads(text)
     except json.JSONDecodeError as error:
@@ -88,7 +88,7 @@ def read_node(name: str, text: str) -> Node:
 
 
 def _fault(key: str, entry: Any) -> str:
-    """What is wrong with an entry, or nothing."""
+    """Describes the error in an entry; "" if there is none."""
     if not isinstance(entry, dict) or not entry.get("source"):
         return "has no source"
     value = entry.get("value")

@@ -1,11 +1,11 @@
-"""What programs on SMs do to time and memory: language.Runtime.
+"""The effects of programs on time and memory: implements language.Runtime.
 
-segment   what a program did until it met others (an atomic, a volatile load, a store after products, its end):
-          latencies of loads that nothing hid, plus max(products / rate of an SM, bytes / bandwidth of an SM), or
-          longer if what it loads arrives later
-prefetch  leaves at once; the next loads of its program that miss the cache find as many bytes there, or wait for them
-store     leaves at once and holds its part of memory and links; a release waits until all stores of the program
-          have landed, and its flag is seen a link's latency later
+segment   the work of a program until it synchronizes (an atomic, a volatile load, a store after matmuls, its end).
+          It takes the latencies of loads that are not hidden, plus max(FLOPs / rate of an SM, bytes / bandwidth of
+          an SM), or longer if its loads arrive later
+prefetch  starts at once; the program's next loads that miss the cache get as many bytes from it, or wait for them
+store     starts at once and uses its share of memory and links. A release waits until all stores of the program have
+          landed; its flag becomes visible one link latency later
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .turns import Turns
 from .waits import Waits
 from .words import Words
 
-STILL = SimpleNamespace(monotonic_ns=lambda: 0, sleep=lambda seconds: None)  # no wait gives up here
+STILL = SimpleNamespace(monotonic_ns=lambda: 0, sleep=lambda seconds: None)  # waits never time out here
 
 
 class Programs:
@@ -45,7 +45,7 @@ class Programs:
         self.waits = Waits(turns, words, self._source.site, node.memory_latency)
 
     def start(self, actor: Actor, work: Launch) -> None:
-        """The actor is a program of this launch, on its SM from now on."""
+        """Start the actor as a program of this launch on its SM."""
         actor.account = Account(self._exact, self._flush)
         actor.grid = work.shape
         rest, z = divmod(actor.program, work.shape[2])
@@ -68,7 +68,7 @@ class Programs:
     # -- what a program did ----------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """End the running program's segment: it takes its time, and its stores leave."""
+        """End the running program's segment: let its time pass and start its stores."""
         me, turns = self._turns.me, self._turns
         entries = me.account.take()
         if not entries:
@@ -104,7 +104,7 @@ class Programs:
             self._turns.go(actor)
 
     def _came(self, actor: Actor) -> None:
-        """A prefetch has."""
+        """A prefetch has arrived."""
         actor.coming -= 1
         if actor.awaited:
             actor.awaited -= 1
@@ -140,7 +140,7 @@ class Programs:
         return self._turns.me.grid
 
     def owner(self, what: str, first: int, last: int) -> int:
-        """The rank whose memory holds these bytes. Raises SimulationFault where there is none."""
+        """The rank whose memory holds these bytes. Raises SimulationFault if there is none."""
         found = self._words.find(first, last)
         if found is not None:
             return found.rank
@@ -168,7 +168,7 @@ class Programs:
         self, name: str, addresses: Sequence[int], dtype: np.dtype, changes: Sequence[Callable[[int], int]],
         releases: bool, posted: bool,
     ) -> list[int]:  # fmt: skip
-        """The words as they were. `posted`: the result is unused, so the program goes on at once."""
+        """Returns the old values. `posted`: the result is unused, so the program continues at once."""
         me, turns, size = self._turns.me, self._turns, dtype.itemsize
         if releases:
             self._land()
@@ -195,7 +195,7 @@ class Programs:
     def _apply(
         self, addresses: Sequence[int], dtype: np.dtype, changes: Sequence[Callable[[int], int]], cause: int
     ) -> tuple[list[int], bool]:
-        """(the words as they were, whether one changed)."""
+        """(the old values, whether any changed)."""
         before, moved = [], False
         for address, change in zip(addresses, changes, strict=True):
             old = self._words.read([address], dtype)[0]

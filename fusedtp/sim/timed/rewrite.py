@@ -1,8 +1,8 @@
-"""The text of a kernel, parsed anew and changed so that Python can run it with another `tl`. Its meaning stays.
+"""Rewrites the source of a kernel so that Python can run it with another `tl`. The meaning does not change.
 
-    x.to(t), x.dtype, a // b, a % b, ~a    are calls, because a scalar is a plain Python int here
+    x.to(t), x.dtype, a // b, a % b, ~a    become calls, because a scalar is a plain Python int here
     tl.atomic_xchg(...) as a statement     is marked as unused, so the program does not wait for its result
-    for k in range(...)                    may skip iterations that do what the ones before did, see loops.py
+    for k in range(...)                    may skip iterations that repeat the previous ones, see loops.py
 
 Line numbers are those of the source.
 """
@@ -22,7 +22,7 @@ from ..faults import UnsupportedKernel
 
 @lru_cache(maxsize=512)
 def compiled(function: FunctionType, aliases: frozenset[str]) -> Any:
-    """The changed text as code. `aliases` are the names by which it calls triton.language."""
+    """Compiles the rewritten source. `aliases` are the kernel's names for triton.language."""
     try:
         lines, first = inspect.getsourcelines(function)
     except (OSError, TypeError) as error:
@@ -48,7 +48,7 @@ def _call(name: str, *args: ast.expr, keywords: list[ast.keyword] | None = None)
 
 
 class _Rewriter(ast.NodeTransformer):
-    """The changes that the module's text lists."""
+    """Makes the changes listed in the module docstring."""
 
     OPERATORS = {ast.FloorDiv: "__quotient__", ast.Mod: "__remainder__"}
 
@@ -131,7 +131,7 @@ class _Rewriter(ast.NodeTransformer):
 
 
 def _carried(loop: ast.For) -> list[str]:
-    """Names that an iteration may take over from the one before: read in the body before they are surely stored."""
+    """Names that may be loop-carried: the body may read them before it stores them."""
     targets = _stored(loop.target)
     used, _ = _reads(loop.body, set(targets))
     return sorted((used & _stored(*loop.body)) - targets)
@@ -148,7 +148,7 @@ def _loaded(*nodes: ast.AST) -> set[str]:
 
 
 def _reads(statements: Sequence[ast.stmt], fresh: set[str]) -> tuple[set[str], set[str]]:
-    """(names read that were not surely stored before, names surely stored after)."""
+    """(names that may be read before they are stored, names that are certainly stored after the statements)."""
     used: set[str] = set()
     for s in statements:
         if isinstance(s, ast.If):

@@ -1,4 +1,4 @@
-"""What the rewritten source of a kernel calls where Python's operators on plain integers would not mean Triton's."""
+"""Functions that the rewritten source of a kernel calls where Python's operators on integers differ from Triton's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .values import Tile, elementwise, wrapped
 
 
 def quotient(a: Any, b: Any) -> Any:
-    """a // b as the compiler divides: towards zero."""
+    """a // b rounded towards zero, as compiled code divides."""
     if type(a) is int and type(b) is int:
         return a // b if (a >= 0) == (b > 0) else -(-a // b)
     if isinstance(a, (Tile, Mask)) or isinstance(b, (Tile, Mask)):
@@ -29,12 +29,12 @@ def remainder(a: Any, b: Any) -> Any:
 
 
 def inverted(a: Any) -> Any:
-    """~a; of a scalar condition its negation."""
+    """~a; for a scalar condition, its negation."""
     return (not a) if isinstance(a, bool) else ~a
 
 
 def converted(value: Any, dtype: Any, **_: Any) -> Any:
-    """value.to(dtype); an integer that becomes a pointer is an address."""
+    """value.to(dtype); an integer cast to a pointer is an address."""
     if isinstance(value, Mask):
         data = value.dense().astype(np.int64) if value.known else None
         return Tile(value.shape, dtype, data=data, known=value.known)
@@ -46,7 +46,7 @@ def converted(value: Any, dtype: Any, **_: Any) -> Any:
 
 
 def dtype_of(value: Any) -> Any:
-    """value.dtype, also of a plain number."""
+    """value.dtype, also for plain numbers."""
     if isinstance(value, bool):
         return triton_language().int1
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""Functions of `tl` that touch no memory: shapes, integers and hints. What is computed from floats is left out."""
+"""Functions of `tl` that access no memory: shapes, integers and hints. Results of float arithmetic are left out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Shapes:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._tl, name, None)
         if isinstance(value, self._tl.dtype) or name in PASSED:
-            setattr(self, name, value)  # asked for often
+            setattr(self, name, value)  # cached: accessed often
             return value
         raise UnsupportedKernel(f"tl.{name} is not known to the timed run")
 
@@ -168,5 +168,5 @@ class Shapes:
 
 
 def _left_out(*values: Any, **_: Any) -> Any:
-    """A function of floating point data."""
+    """A function of floating point data; the result is not computed."""
     return unknown_like(*values)

@@ -1,9 +1,9 @@
-"""What many use at once: memory of a GPU, its link in each direction, its copy engines.
+"""Shared bandwidth: memory of a GPU, its link in each direction, its copy engines.
 
-Note [Shares]: a transfer that alone would take `length` seconds for `nbytes` wants the rate nbytes / length. While
-the rates that all transfers want fit the capacity, each gets what it wants; else all are slowed alike, by capacity
-over demand. So a tile whose products take long asks for little memory bandwidth, and a copy that asks for all of a
-link meets the others in proportion. `progress` counts seconds as a transfer would see them if it were alone.
+Note [Shares]: a transfer of `nbytes` that would take `length` seconds alone demands the rate nbytes / length. If the
+total demand fits the capacity, each transfer gets its rate; otherwise all slow down by the factor capacity / demand. So
+a tile with long matmuls demands little memory bandwidth, and a copy that demands a whole link shares it in proportion
+to the demands. `progress` counts the seconds that a transfer would have run if it were alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Events(Protocol):
 
 
 class Share:
-    """A capacity in bytes a second. `moved` counts all bytes."""
+    """A capacity in bytes per second. `moved` counts all bytes."""
 
     def __init__(self, events: Events, capacity: float) -> None:
         self._events, self.capacity = events, capacity
@@ -31,7 +31,7 @@ class Share:
         self._number = self._version = 0
 
     def add(self, nbytes: int, length: float, done: Callable[[], None]) -> None:
-        """A transfer that would take `length` seconds alone, or longer if even alone it exceeds the capacity."""
+        """Start a transfer of `length` seconds if alone, or longer if it alone exceeds the capacity."""
         self.moved += nbytes
         length = max(length, nbytes / self.capacity)
         if length <= 0:
@@ -56,12 +56,12 @@ class Share:
         self._last = now
 
     def gone(self) -> float:
-        """Bytes that have gone through up to now."""
+        """Bytes transferred until now."""
         self._advance()
         return self._gone
 
     def _expect(self) -> None:
-        """Plan for the end of the next transfer; what was planned before is void."""
+        """Schedule the end of the next transfer; invalidates the previous schedule."""
         if not self._active:
             self._demand = 0.0
             return

@@ -1,7 +1,7 @@
-"""A kernel's own source, executed with another `tl`: same branches, loops, waits and tiles, no arithmetic on data.
+"""Executes a kernel's own source with another `tl`: same branches, loops, waits and tiles, no arithmetic on data.
 
-The function is parsed anew and put among globals in which triton.language is the language of language.py. Device
-functions that it calls, and modules they stand in, follow. What changes in the text is said in rewrite.py.
+The function is parsed again and executed with globals in which triton.language is the language of language.py. The
+device functions that it calls, and their modules, are converted in the same way. rewrite.py lists the source changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOST = Site("host", 0, "host", 0)
 
 
 def python_function(kernel: Any) -> FunctionType:
-    """The function behind a kernel, compiled or interpreted, and whatever wraps it."""
+    """The Python function of a kernel, compiled or interpreted, with all wrappers removed."""
     seen = kernel
     while not isinstance(seen, FunctionType):
         inner = getattr(seen, "fn", None)
@@ -32,7 +32,7 @@ def python_function(kernel: Any) -> FunctionType:
 
 
 def constant(value: Any) -> Any:
-    """What stands in a tl.constexpr, also inside of tuples."""
+    """The value of a tl.constexpr, also inside tuples."""
     import triton.language as tl
 
     if isinstance(value, tl.constexpr):
@@ -44,7 +44,7 @@ def constant(value: Any) -> Any:
 
 
 class Program:
-    """Functions of kernels among globals in which `tl` is `language`; `clock` stands for the module `time`."""
+    """Functions of kernels with globals in which `tl` is `language`; `clock` replaces the module `time`."""
 
     def __init__(self, language: Any, loop: Callable[..., Any], clock: Any) -> None:
         import triton
@@ -52,7 +52,7 @@ class Program:
 
         self._language, self._clock = language, clock
         self._tl, self._triton = tl, triton
-        self._instead = {"INTERPRETED": False}  # a run stands for compiled kernels
+        self._instead = {"INTERPRETED": False}  # a timed run models compiled kernels
         self._made: dict[int, Callable] = {}
         self._codes: set[CodeType] = set()
         self._spaces: dict[int, dict[str, Any]] = {}
@@ -88,21 +88,21 @@ class Program:
         return made
 
     def site(self) -> Site:
-        """Where the running kernel stands: its innermost line, and the kernel's own that led there."""
+        """The current site of the running kernel: its innermost line, and the kernel's own line that led to it."""
         return self._site(walk_stack(sys._getframe(1)))
 
     def raised_at(self, error: BaseException) -> Site:
-        """The same, of the kernel that an error has ended."""
+        """The same for a kernel that raised an error."""
         return self._site(reversed([*walk_tb(error.__traceback__)]))
 
     def _site(self, walked: Iterable[tuple[FrameType, int]]) -> Site:
-        """From the innermost frame and its line on."""
+        """The site of these frames, innermost first."""
         codes = self._codes
         frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in walked if f.f_code in codes]
         return Site(*frames[0], frames[-1][1], frames[-1][0]) if frames else HOST
 
     def _converted(self, value: Any) -> Any:
-        """A global of a kernel as the timed run has it."""
+        """The timed run's replacement of a kernel's global."""
         if value is self._tl or value is self._tl.math:
             return self._language
         if isinstance(value, ModuleType):
@@ -120,7 +120,7 @@ class Program:
 
 
 class _Module(SimpleNamespace):
-    """A module of device functions; its members are converted when asked for."""
+    """A module of device functions; its members are converted on first access."""
 
     def __init__(self, program: Program, module: ModuleType) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a timed run gives: who did what when, what moved, and what the end waited for."""
+"""The result of a timed run: segments of all programs, traffic, and the critical path."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ COMPUTE, SEND, MEMORY, WAIT, LATENCY = "compute", "send", "memory", "wait", "lat
 
 
 class Segment(NamedTuple):
-    """A stretch of one program: COMPUTE has products in it, SEND stores or loads at a peer, MEMORY neither, WAIT
-    is for a flag, a peer's or its own copies. `cause` is the index of the segment without which it could not end
-    (a wait) or begin; -1 for none.
+    """A time span of one program. COMPUTE contains matmuls, SEND accesses a peer's memory, MEMORY does neither, WAIT
+    waits for a flag, set by a peer or by its own copies. `cause` is the index of the segment that allowed it to end
+    (a wait) or to begin (the others); -1 for none.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """A stretch of the critical path."""
+    """A span of the critical path."""
 
     what: str
     rank: int
@@ -41,14 +41,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run's result; times in seconds.
+    """The result of a run; times in seconds.
 
     total       end of the last program or copy
     segments    in order of their end
     sent        bytes by (source rank, destination rank), over links only
-    flops       products by rank
+    flops       FLOPs of matmuls by rank
     memory      bytes through each rank's memory
-    switches    how often the simulator went from one program to another
+    switches    number of times the simulator resumed an actor
     """
 
     total: float
@@ -59,7 +59,7 @@ class Timeline:
     switches: int
 
     def moments(self) -> list[Moment]:
-        """The segments as the simulator's timelines draw them."""
+        """The segments as moments, for the simulator's timelines."""
         kinds = {SEND: "copy", WAIT: "wait"}
         ends: dict[tuple[int, str, int], float] = {}
         found = []
@@ -80,7 +80,7 @@ class Timeline:
         return dict(total)
 
     def critical_path(self) -> list[Step]:
-        """From the first work to the last end, each step the one without which the next could not have come."""
+        """The steps from the first work to the last end; each step is the cause of the next."""
         if not self.segments:
             return []
         at = max(range(len(self.segments)), key=lambda i: self.segments[i].end)
@@ -89,7 +89,7 @@ class Timeline:
         while at >= 0:
             s = self.segments[at]
             cause = self.segments[s.cause] if s.cause >= 0 else None
-            if s.what == WAIT and cause is not None:  # what ended it is on the path, it is not
+            if s.what == WAIT and cause is not None:  # the path contains the cause of a wait, not the wait
                 if until > cause.end:
                     steps.append(Step(LATENCY, s.rank, s.launch, cause.end, until))
                 until = min(until, cause.end)
@@ -104,7 +104,7 @@ class Timeline:
         return steps[::-1]
 
     def critical_stretches(self) -> list[Step]:
-        """The critical path with neighbours joined that are the same thing of the same rank and launch."""
+        """The critical path; consecutive steps of the same kind, rank and launch are merged."""
         joined: list[Step] = []
         for step in self.critical_path():
             last = joined[-1] if joined else None
@@ -115,7 +115,7 @@ class Timeline:
         return joined
 
     def critical(self) -> dict[str, float]:
-        """Seconds of the critical path by what."""
+        """Seconds of the critical path by kind of step."""
         total: dict[str, float] = {}
         for step in self.critical_path():
             total[step.what] = total.get(step.what, 0.0) + step.end - step.begin

@@ -1,4 +1,4 @@
-"""What a segment costs and where its bytes go: products, the SM's port, memories, links."""
+"""The cost of a segment and the route of its bytes: matmuls, the SM's bandwidth, memories, links."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .share import Share
 @dataclass
 class Cost:
     """alone       seconds if nothing is shared
-    products    seconds of them in products
-    missed      bytes of loads from the own memory that the cache does not have
-    prefetched  bytes of it that nothing waits for
+    products    seconds of matmuls
+    missed      bytes of loads from local memory that miss the cache
+    prefetched  bytes prefetched from local memory; nothing waits for them
     loaded      bytes from other ranks' memories, by rank
     stored      bytes to all ranks' memories, by rank
     summed      bytes that a switch sums over all ranks' memories
-    spread      bytes that a switch writes to all
+    spread      bytes that a switch writes to all ranks' memories
     """
 
     alone: float = 0.0
@@ -35,14 +35,14 @@ class Cost:
     spread: int = 0
 
     def away(self, rank: int) -> bool:
-        """Whether anything goes over a link."""
+        """Whether any bytes cross a link."""
         return self.summed + self.spread > 0 or any(other != rank for other in (*self.loaded, *self.stored))
 
 
 class Traffic:
-    """Knows the node and what its GPUs share; counts products by rank, and bytes by (source, destination).
+    """Computes costs and shared transfers; counts FLOPs by rank, and bytes by (source, destination).
 
-    A switch that sums is not among the destinations.
+    Bytes that a switch sums or spreads are not counted by destination.
     """
 
     def __init__(self, node: Node, gpus: Sequence[Gpu]) -> None:
@@ -50,7 +50,7 @@ class Traffic:
         self.sent: Counter[tuple[int, int]] = Counter()
 
     def cost(self, rank: int, entries: Sequence[Entry]) -> Cost:
-        """What a program of this rank did. Raises UnsupportedKernel for products of unknown rate."""
+        """The cost of a program's entries. Raises UnsupportedKernel for matmuls in a dtype of unknown rate."""
         gpu, node, cost = self._gpus[rank], self._node, Cost()
         moved = stalls = 0
         for what, where, amount, key in entries:
@@ -80,7 +80,7 @@ class Traffic:
         return cost
 
     def _rate(self, dtype: str) -> float:
-        """Of one SM."""
+        """The matmul rate of one SM."""
         known = self._node.flops
         name = "fp32" if dtype == "tf32" and dtype not in known else dtype
         if name not in known:
@@ -90,20 +90,20 @@ class Traffic:
         return known[name] / self._node.sms
 
     def loads(self, rank: int, cost: Cost) -> Iterator[tuple[Share, int]]:
-        """Transfers without which the segment does not end."""
+        """Transfers that the segment waits for."""
         if cost.missed:
             yield self._gpus[rank].memory, cost.missed
         for owner, nbytes in cost.loaded.items():
             for share in (self._gpus[owner].memory, *self._link(owner, rank, nbytes)):
                 yield share, nbytes
-        if cost.summed:  # every memory gives its bytes to the switch, which hands on their sum
+        if cost.summed:  # every memory sends its bytes to the switch, which forwards the sum
             yield self._gpus[rank].ingress, cost.summed
             for gpu in self._gpus:
                 yield gpu.memory, cost.summed
                 yield gpu.egress, cost.summed
 
     def stores(self, rank: int, cost: Cost) -> Iterator[tuple[Share, int, float]]:
-        """Transfers that leave with the segment, and the latency until each has landed."""
+        """Transfers that start with the segment, and the latency until each has landed."""
         for owner, nbytes in cost.stored.items():
             latency = self._node.link_latency if owner != rank else 0.0
             for share in (self._gpus[owner].memory, *self._link(rank, owner, nbytes)):
@@ -115,11 +115,11 @@ class Traffic:
                 yield gpu.ingress, cost.spread, self._node.link_latency
 
     def prefetch(self, rank: int, cost: Cost) -> tuple[Share, int, float]:
-        """The transfer, and how long it takes if it is alone."""
+        """The transfer of a prefetch, and its duration if it is alone."""
         return self._gpus[rank].memory, cost.prefetched, cost.prefetched / self._node.sm_bandwidth
 
     def copy(self, rank: int, source: int, to: int, nbytes: int) -> list[Share]:
-        """What a copy by this rank's engines goes through."""
+        """The resources that a copy by this rank's engines passes through."""
         ends = (self._gpus[source].memory, self._gpus[to].memory)
         return [self._gpus[rank].engines, *ends, *self._link(source, to, nbytes)]
 

@@ -1,4 +1,4 @@
-"""Whose turn it is: simulated time, the events to come, and actors as greenlets that spend stretches of that time."""
+"""The scheduler: simulated time, the event queue, and actors as greenlets that spend simulated time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .timeline import Segment
 
 
 class Turns:
-    """`now` goes from event to event. One actor runs at a time, `me`; it runs until it blocks. `ended` is told of it
-    when it is through."""
+    """`now` advances from event to event. One actor, `me`, runs at a time, until it blocks. `ended` is called when an
+    actor has ended."""
 
     def __init__(self, ended: Callable[[Actor], None]) -> None:
         self.now = 0.0
@@ -34,23 +34,23 @@ class Turns:
 
     @property
     def pending(self) -> bool:
-        """Whether anything is going to happen."""
+        """Whether any events are queued."""
         return bool(self._queue)
 
     def advance(self) -> None:
-        """The next event."""
+        """Process the next event."""
         time, _, action = heapq.heappop(self._queue)
         self.now = max(self.now, time)
         action()
 
     def begin(self, actor: Actor, body: Callable[[], None], delay: float = 0.0) -> None:
-        """The actor will do `body`."""
+        """Schedule the actor to run `body`."""
         actor.greenlet = greenlet(body)
         self.live[actor] = None
         self.later(delay, lambda: self.go(actor))
 
     def go(self, actor: Actor) -> None:
-        """It is the actor's turn, until it blocks or ends."""
+        """Run the actor until it blocks or ends."""
         self.me = actor
         self.switches += 1
         actor.greenlet.switch()
@@ -59,27 +59,27 @@ class Turns:
             self._ended(actor)
 
     def block(self) -> None:
-        """The running actor's turn is over; somebody else will call `go` for it."""
+        """End the running actor's turn; another event will call `go` for it."""
         parent = getcurrent().parent
         assert parent is not None
         parent.switch()
 
     def delay(self, seconds: float) -> None:
-        """The running actor goes on later."""
+        """Suspend the running actor for some seconds."""
         if seconds > 0:
             me = self.me
             self.later(seconds, lambda: self.go(me))
             self.block()
 
     def segment(self, what: str, begin: float, cause: int) -> None:
-        """The running actor's latest stretch, up to now."""
+        """Record a segment of the running actor, from `begin` until now."""
         me = self.me
         if self.now > begin:
             self.segments.append(Segment(me.rank, me.name, me.program, me.sm, what, begin, self.now, cause, me.site))
             me.last = len(self.segments) - 1
 
     def stop(self) -> None:
-        """End every actor where it stands."""
+        """Terminate all actors."""
         for actor in self.live:
             if actor.greenlet:
                 actor.greenlet.throw(GreenletExit)

@@ -1,8 +1,8 @@
-"""Stand-ins for a kernel's tensors: what control flow and accounting need of them, and no more.
+"""Stand-ins for a kernel's tensors: they hold only what control flow and accounting need.
 
-A scalar integer is a Python int. A tile of integers or pointers is affine where it can be (base + step_d * i_d),
-which is what address arithmetic makes, and an array where it is not. What is computed from floating point data is
-only a shape and a dtype.
+A scalar integer is a Python int. A tile of integers or pointers is affine where possible (base + step_d * i_d), as
+address arithmetic usually is, and an array otherwise. Values computed from floating point data are only a shape and a
+dtype.
 
     rows = 3 * 128 + tl.arange(0, 128)      Tile base 384, steps (1,)
     x + rows[:, None] * stride              Tile of pointers, steps (2 * stride, 0)
@@ -24,7 +24,7 @@ from .masks import Mask, Shape, broadcast, kept_axes
 
 
 class Tile:
-    """A block of integers or pointers (affine, or an array in `data`), or of numbers that are not computed."""
+    """A block of integers or pointers (affine, or an array in `data`), or of values that are not computed."""
 
     __slots__ = ("base", "data", "dtype", "known", "shape", "steps")
 
@@ -49,7 +49,7 @@ class Tile:
         return self.known and self.data is None
 
     def dense(self) -> np.ndarray:
-        """All values, int64. Raises UnsupportedKernel where they depend on data."""
+        """All values, int64. Raises UnsupportedKernel if they depend on data."""
         if not self.known:
             raise UnsupportedKernel(
                 "an address or a branch depends on floating point data, which a timed run leaves out"
@@ -78,7 +78,7 @@ class Tile:
             raise UnsupportedKernel("a branch on a block of values")
         return bool(self.dense().item())
 
-    __index__ = None  # a block is no number
+    __index__ = None  # a block is not a number
 
     def __add__(self, other: Any) -> Any:
         return _linear(self, other, 1)
@@ -149,14 +149,14 @@ class Tile:
 
 
 def wrapped(value: Any, dtype: Any) -> Any:
-    """The integer or array of integers as one of int32 or int64 holds it."""
+    """Wraps an integer or an array of integers to int32 if that is the dtype."""
     if dtype.is_int() and dtype.primitive_bitwidth == 32 and not dtype.is_int_unsigned():
         return (value + 2**31) % 2**32 - 2**31
     return value
 
 
 def wider(a: Any, b: Any) -> Any:
-    """The dtype of a sum of the two."""
+    """The dtype of the sum of two values."""
     if a is b or b is None:
         return a
     if a is None:
@@ -168,20 +168,20 @@ def wider(a: Any, b: Any) -> Any:
 
 
 def _item(dtype: Any) -> int:
-    """Bytes that one step of a pointer is."""
+    """Bytes per pointer increment; 1 for integers."""
     return max(1, dtype.element_ty.primitive_bitwidth // 8) if dtype is not None and dtype.is_ptr() else 1
 
 
 @lru_cache(maxsize=4096)
 def _spread(steps: Shape, own: Shape, shape: Shape, scale: int) -> Shape:
-    """The scaled steps of a block of shape `own` as those of a block of `shape`: none along what is broadcast."""
+    """The scaled steps of a block of shape `own`, broadcast to `shape`: 0 along broadcast axes."""
     steps = (0,) * (len(shape) - len(own)) + steps
     own = (1,) * (len(shape) - len(own)) + own
     return tuple(scale * s if n == m else 0 for s, n, m in zip(steps, own, shape, strict=True))
 
 
 def _linear(a: Tile, b: Any, sign: int) -> Tile:
-    """a + sign * b; a step of a pointer is one element."""
+    """a + sign * b; a pointer advances by elements."""
     if isinstance(b, int):
         by = sign * b * _item(a.dtype)
         if a.data is not None:
@@ -210,7 +210,7 @@ def _scaled(tile: Tile, by: int) -> Tile:
 
 
 def unknown_like(*values: Any) -> Tile:
-    """What is computed from these element by element and left out: only its shape and dtype."""
+    """The result of an elementwise function that is not computed: only shape and dtype."""
     shape: Shape = ()
     dtype = None
     for value in values:
@@ -239,7 +239,7 @@ def _array(value: Any) -> np.ndarray:
 
 
 def compare(name: str, a: Tile, b: Any) -> Mask:
-    """a `name` b: a box of bounds where a - b is affine along one axis."""
+    """a `name` b, as a box of bounds if a - b is affine along one axis."""
     if isinstance(b, float) or (isinstance(b, Tile) and not b.known) or not a.known:
         return Mask(unknown_like(a, b).shape, None, known=False)
     difference = a - b if isinstance(b, Tile) else a
@@ -264,7 +264,7 @@ def compare(name: str, a: Tile, b: Any) -> Mask:
 
 
 def transpose(tile: Any) -> Any:
-    """The last two axes swapped, of a block of two."""
+    """The transpose of a block of two axes."""
     if isinstance(tile, Mask):
         return Mask(tile.shape[::-1], None, tile.dense().T)
     data = None if tile.data is None else tile.data.T

@@ -1,4 +1,4 @@
-"""Who waits for which words of memory, and who wakes whom."""
+"""Tracks which programs wait for which words of memory, and wakes them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .timeline import WAIT
 from .turns import Turns
 from .words import Words
 
-SAME_READS = 2  # times round all words that a program polls before it counts as waiting
+SAME_READS = 2  # rounds over all polled words before a program counts as waiting
 VAIN_ROUNDS = 3
 
 
 class Waits:
-    """A program that reads what it read before sleeps until one of the words that it polls changes.
+    """A program that keeps reading the same values sleeps until one of the words that it polls changes.
 
-    site   says where the running program stands
+    site   returns the current site of the running program
     look   seconds from the change until the waiter has seen it
     """
 
@@ -28,13 +28,13 @@ class Waits:
         self._vain = 0
 
     def progress(self) -> None:
-        """Something happened that others may see."""
+        """Something happened that other programs may observe."""
         self._vain = 0
 
     def again(self, me: Actor, addresses: Sequence[int], values: Sequence[int]) -> bool:
-        """Whether a program that reads the same again and again waits. All at once are one look at each.
+        """Record the values that a program polls together. Returns whether it has repeated itself enough to wait.
 
-        A report names the lowest word of those it looked at last: flags count up.
+        A report names the word with the lowest value in the last poll: flags count up.
         """
         me.address = min(zip(values, addresses, strict=True))[1]
         for address, value in zip(addresses, values, strict=True):
@@ -72,7 +72,7 @@ class Waits:
             self._turns.later(0.0, lambda: self._turns.go(actor))
 
     def once_more(self) -> bool:
-        """Nothing will happen. Some rounds more, in case a program reads a word often without waiting for it."""
+        """No events are left. Wake all sleepers for a few more rounds: one may read a word without waiting for it."""
         self._vain += 1
         sleeping = [actor for actor in self._turns.live if actor.asleep]
         if self._vain <= VAIN_ROUNDS:
@@ -81,7 +81,7 @@ class Waits:
         return self._turns.pending
 
     def deadlock(self, queued: int) -> Fault:
-        """All waits in words; `queued` programs have not even started."""
+        """The fault with all waits; `queued` programs have not even started."""
         waits = []
         for actor in self._turns.live:
             if actor.asleep:

@@ -1,4 +1,4 @@
-"""The memory that a timed run really touches: flags, epochs, addresses, indices; and whose an address is."""
+"""The memory that a timed run really accesses (flags, epochs, addresses, indices), and the owners of addresses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _word(dtype: np.dtype) -> Any:
 
 
 class Words:
-    """All allocations that a run names. Big ones are never touched, so they cost no memory."""
+    """All allocations that a run names. Large ones are never touched, so they cost no physical memory."""
 
     def __init__(self, run: Run) -> None:
         self._map = memory_map(run)
@@ -27,7 +27,7 @@ class Words:
         self._bases = [a.base for a in self._sorted]
 
     def find(self, first: int, last: int) -> Allocation | None:
-        """The allocation that holds the bytes from `first` up to `last`, or the first of those that do."""
+        """The allocation that holds the bytes from `first` up to `last`, or the first of several adjacent ones."""
         found = at = bisect.bisect_right(self._bases, first) - 1
         while 0 <= at < len(self._bases) and self._bases[at] <= first:
             if last <= self._sorted[at].end:
@@ -39,7 +39,7 @@ class Words:
         return self._map.nearest(address)
 
     def name(self, address: int) -> tuple[str, tuple[int, ...]]:
-        """Words for an address: tensor and rank, index."""
+        """The label and the element index of an address."""
         a = self.find(address, address + 1)
         if a is None:
             return f"{address:#x}", ()
@@ -52,7 +52,7 @@ class Words:
 
     @staticmethod
     def write(addresses: Sequence[int], dtype: np.dtype, values: Sequence[int]) -> None:
-        """Values wrap at the word's size."""
+        """Values wrap at the size of a word."""
         word = _word(dtype)
         for address, value in zip(addresses, values, strict=True):
             word.from_address(address).value = value
