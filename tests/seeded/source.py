@@ -59,9 +59,19 @@ def functions() -> list[Any]:
 
 
 @lru_cache
+def plain(source: str) -> str:
+    """A function without comments and docstring, in one layout."""
+    tree: Any = ast.parse(source)
+    body = tree.body[0].body
+    if ast.get_docstring(tree.body[0]) is not None:
+        body[:1] = [] if len(body) > 1 else [ast.Pass()]
+    return ast.unparse(tree)
+
+
+@lru_cache
 def reached(kernel: str) -> frozenset[str]:
     """The kernel and all functions that it calls, or hands to what it calls, directly or not."""
-    words = {f.__name__: {*re.findall(r"\w+", f.src)} for f in functions()}
+    words = {f.__name__: {*re.findall(r"\w+", plain(f.src))} for f in functions()}
     found = {kernel}
     while more := {word for name in found for word in words[name] & words.keys()} - found:
         found |= more

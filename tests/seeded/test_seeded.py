@@ -12,7 +12,7 @@ from fusedtp.sim import Schedule, run_schedule
 from fusedtp.sim.ptx.launch import Compiler
 from tests.seeded import __main__ as command
 from tests.seeded import verdicts
-from tests.seeded.source import OPERATORS, faults, functions, put
+from tests.seeded.source import OPERATORS, faults, functions, put, reached
 from tests.seeded.trials import KERNELS, trials
 from tests.seeded.trying import Task, in_ptx, in_source, run, tasks
 from tests.seeded.verdicts import Kept, Verdict, key, load, save
@@ -109,12 +109,14 @@ def test_a_change_of_a_kernel_makes_its_own_verdicts_stale() -> None:
 
     fault, before = next(fault for fault in faults() if fault.function == "swiglu_kernel"), keys()
     source = functions()[fault.at].src
-    with put(fault._replace(source=source + "    # a remark\n")):
+    with put(fault._replace(source=source.replace(":\n", ":  # calls publish\n", 1) + "    # a remark\n")):
+        reached.cache_clear()
         assert keys() == before
     with put(fault._replace(source=source + "    tl.debug_barrier()\n")):
         changed = {name for name, key in keys().items() if before[name] != key}
+    reached.cache_clear()
     assert "none | swiglu_kernel" in changed and all("swiglu_kernel" in name for name in changed)
-    assert key([MEET]) != key([MEET], "wait()") != key([MEET], "arrive()")
+    assert key([MEET]) != key([MEET], "def f(): wait()") != key([MEET], "def f(): arrive()")
 
 
 def test_what_is_saved_is_loaded_sorted(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def tasks(only: str = "") -> list[Task]:
     made += [Task(f.name, key(under_trial(f.kernels), f.source), partial(in_source, f.kernels, f)) for f in every]
     patterns = repr([(name, pattern.pattern) for name, (pattern, _) in ptx.OPERATORS.items()])
     for kernel, target in itertools.product(KERNELS[::-1], TARGETS):  # the fused ones last
-        of = key(under_trial([kernel]), repr(target), patterns)
+        of = key(under_trial([kernel]), "", target, patterns)
         made.append(Task(f"ptx | {kernel} | {target}", of, partial(in_ptx, kernel, target)))
     return [task for task in made if only in task.name]
 

@@ -3,21 +3,20 @@
     ["drop wait | publish | the line", key, Triton's version, [its verdicts]]        one line a task, sorted
 
 The key is a hash of what the verdicts depend on: the fault, and the functions that the kernels under trial reach,
-without comments. A change of one kernel makes its own verdicts stale, and a stale task counts as not tried.
+without comments and docstrings. A change of one kernel makes its own verdicts stale, and a stale task counts as not
+tried.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import tomllib
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .source import functions, reached
+from .source import functions, plain, reached
 
 KEPT = Path(__file__).with_name("verdicts.jsonl")
 KINDS = ("found", "equivalent", "survived", "crashed", "not tried yet")
@@ -71,16 +70,11 @@ class Kept(NamedTuple):
     verdicts: list[Verdict]
 
 
-def key(kernels: Iterable[str], *more: str) -> str:
-    """Of what verdicts depend on: all that these kernels reach, and a fault."""
+def key(kernels: Iterable[str], fault: str = "", *more: str) -> str:
+    """Of what verdicts depend on: all that these kernels reach, a function with a fault, and more that they are of."""
     names = frozenset[str]().union(*map(reached, kernels))
-    sources = [f.src for f in functions() if f.__name__ in names]
-    return hashlib.sha256("\0".join(map(_plain, [*sources, *more])).encode()).hexdigest()[:16]
-
-
-@cache
-def _plain(source: str) -> str:
-    return ast.unparse(ast.parse(source))
+    sources = [f.src for f in functions() if f.__name__ in names] + [fault] * bool(fault)
+    return hashlib.sha256("\0".join([*map(plain, sources), *more]).encode()).hexdigest()[:16]
 
 
 def load(file: Path) -> dict[str, Kept]:
