@@ -97,7 +97,7 @@ class ProcessWorld:
             try:
                 if p != self.rank and (host, namespace) == (here, own_namespace):
                     self._pidfds[p] = os.pidfd_open(pid)
-            except OSError as error:
+            except (OSError, AttributeError) as error:  # a Python built for kernels before 5.3 has no pidfd_open
                 fault = f"cannot watch process {pid}: {error}"
         weakref.finalize(self, _close_all, list(self._pidfds.values()))
         if on_cpu:
