@@ -87,25 +87,53 @@ def _map_peer(pid: int, fd: int, nbytes: int) -> mmap.mmap:
 
 
 def allocate_symmetric(nbytes: int, device: torch.device, group_name: str, exchange: Exchange) -> Region:
-    """Collective, CUDA: torch's symmetric memory. Raises RuntimeError where it cannot be had.
+    """Collective, CUDA: torch's symmetric memory. Raises RuntimeError, on every rank, where one cannot have it.
 
     Not by torch's `empty`: that takes it from a pool, which hands freed memory out again. Garbage is collected on each
     rank in its own time, so ranks would come to the rendezvous with blocks of different sizes, or one of them with a
     block that this group knows already, and so not at all.
     """
-    from torch._C._distributed_c10d import _SymmetricMemory
     from torch.distributed._symmetric_memory import rendezvous
 
     nbytes = round_up(max(nbytes, PAGE))
-    local = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
-    handle = rendezvous(local, group_name)  # type: ignore[arg-type]
-    multicasts = exchange(handle.multicast_ptr)
-    buffers = [handle.get_buffer(p, (nbytes,), torch.uint8) for p in range(len(multicasts))]
+    local, handle, multicast, fault = None, None, 0, ""
+    try:
+        local = _own_symmetric(nbytes, device)
+    except RuntimeError as error:
+        fault = f"cannot make {nbytes} bytes of symmetric memory: {error}"
+    _raise_first(exchange(fault))  # the other ranks would wait in the rendezvous
+    try:
+        handle = rendezvous(local, group_name)  # type: ignore[arg-type]
+        multicast = handle.multicast_ptr
+    except RuntimeError as error:
+        fault = str(error)
+    told = exchange((fault, multicast))
+    _raise_first([each for each, _ in told])
+    assert handle is not None and local is not None
+    buffers = [handle.get_buffer(p, (nbytes,), torch.uint8) for p in range(len(told))]
     addresses = tuple(buffer.data_ptr() for buffer in buffers)
     if addresses[handle.rank] != local.data_ptr():  # a buffer begins where its allocation does
         raise RuntimeError("torch's symmetric memory gave a part of a larger allocation")
-    multicast = multicasts[handle.rank] if all(multicasts) else 0
+    multicast = multicast if all(each for _, each in told) else 0
     return Region(nbytes, buffers, addresses, multicast, (handle, local))
+
+
+def _own_symmetric(nbytes: int, device: torch.device) -> Tensor:
+    """This rank's part. The driver gives it, which does not know what torch's caching allocator keeps free."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    try:
+        return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+    except RuntimeError:
+        torch.cuda.empty_cache()
+        return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+
+
+def _raise_first(faults: Sequence[str]) -> None:
+    """Of every rank's fault, "" for none."""
+    for p, fault in enumerate(faults):
+        if fault:
+            raise RuntimeError(f"rank {p}: {fault}")
 
 
 def allocate_plain(nbytes: int, device: torch.device, exchange: Exchange) -> Region:

@@ -13,17 +13,30 @@ RANK, WORLD_SIZE = 1, 3
 
 
 class Torch:
-    """What torch keeps: allocations, and which of them ranks have met for."""
+    """What torch keeps: allocations, and which of them ranks have met for.
+
+    cached   the device is full until torch's cache is emptied
+    full     and stays full then
+    fails    what a meeting raises on this rank alone
+    """
 
     def __init__(self, offset: int = 0) -> None:
         self.offset, self.met = offset, []
+        self.cached, self.full, self.fails = False, False, ""
 
     def empty_strided_p2p(self, size: tuple[int], stride: tuple[int], dtype: torch.dtype, device: Any) -> Any:
         assert stride == (1,)
+        if self.cached or self.full:
+            raise RuntimeError("CUDA driver error: out of memory")
         return torch.empty(self.offset + size[0], dtype=dtype, device=device)[self.offset :]
+
+    def empty_cache(self) -> None:
+        self.cached = False
 
     def rendezvous(self, local: torch.Tensor, group_name: str) -> Any:
         self.met.append(group_name)
+        if self.fails:
+            raise RuntimeError(self.fails)
         whole = [torch.empty(self.offset + len(local), dtype=torch.uint8) for _ in range(WORLD_SIZE)]
         whole[RANK] = local.as_strided((self.offset + len(local),), (1,), 0)
         return Handle(whole)
@@ -51,6 +64,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, offset: int = 0) -> Torch:
     monkeypatch.setattr(_distributed_c10d, "_SymmetricMemory", torch_)
     monkeypatch.setattr(symmetric, "rendezvous", torch_.rendezvous)
     monkeypatch.setattr(symmetric, "empty", pooled)
+    monkeypatch.setattr(torch.cuda, "empty_cache", torch_.empty_cache)
     return torch_
 
 
@@ -74,5 +88,48 @@ def test_all_ranks_have_a_multicast_address_or_none(monkeypatch, others, want):
     """One that a single rank could not bind is used by nobody. Each rank keeps its own."""
     asked(monkeypatch)
     first, last = others
-    region = memory.allocate_symmetric(4096, torch.device("cpu"), "tp", lambda mine: [first, mine, last])
+
+    def exchange(mine: Any) -> list[Any]:
+        return [mine] * WORLD_SIZE if isinstance(mine, str) else [("", first), mine, ("", last)]
+
+    region = memory.allocate_symmetric(4096, torch.device("cpu"), "tp", exchange)
     assert region.multicast == want
+
+
+def test_memory_that_torch_s_cache_holds_is_had_by_emptying_it(monkeypatch):
+    """The driver gives symmetric memory, and knows nothing of what the caching allocator keeps free."""
+    torch_ = asked(monkeypatch)
+    torch_.cached = True
+    region = memory.allocate_symmetric(4096, torch.device("cpu"), "tp", lambda mine: [mine] * WORLD_SIZE)
+    assert region.nbytes == 4096
+
+
+@pytest.mark.parametrize("whose", [0, RANK])
+def test_a_rank_without_memory_is_named_on_all_ranks_before_any_waits_for_it(monkeypatch, whose):
+    torch_ = asked(monkeypatch)
+    torch_.full = whose == RANK
+    told: list[Any] = []
+
+    def exchange(mine: Any) -> list[Any]:
+        told.append(mine)
+        return [mine if p == RANK else "it is full" if p == whose else "" for p in range(WORLD_SIZE)]
+
+    with pytest.raises(RuntimeError, match="out of memory" if whose == RANK else "it is full"):
+        memory.allocate_symmetric(4096, torch.device("cpu"), "tp", exchange)
+    assert len(told) == 1 and not torch_.met, "its peers would wait in torch's rendezvous"
+
+
+def test_a_rank_that_cannot_map_its_peers_tells_them(monkeypatch):
+    """They have mapped its memory, and would go on with their next collective."""
+    torch_ = asked(monkeypatch)
+    torch_.fails = "cannot map"
+    told: list[Any] = []
+
+    def exchange(mine: Any) -> list[Any]:
+        told.append(mine)
+        others = "" if isinstance(mine, str) else ("", Handle.multicast_ptr)
+        return [mine if p == RANK else others for p in range(WORLD_SIZE)]
+
+    with pytest.raises(RuntimeError, match=f"rank {RANK}.*cannot map"):
+        memory.allocate_symmetric(4096, torch.device("cpu"), "tp", exchange)
+    assert len(told) == 2
