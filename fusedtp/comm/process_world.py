@@ -37,6 +37,7 @@ EXIT_SECONDS = 0.05
 FABRIC_SINCE = (2, 9)  # torch's symmetric memory passes fabric handles
 FABRIC_HANDLE, FABRIC_BYTES, FABRIC_COMPLETE = 8, 64, 3  # of CUmemAllocationHandleType; NVML_GPU_FABRIC_STATE_COMPLETED
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of CUdevice_P2PAttribute
+SOCKET_NAME = 108  # bytes of a socket's address for its name, with a zero behind it
 TEMP_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # torch's for sockets, in order
 
 
@@ -102,7 +103,7 @@ class ProcessWorld:
         weakref.finalize(self, _close_all, list(self._pidfds.values()))
         if on_cpu:
             return first_fault(self.exchange(fault))
-        if not several and len({namespace for _, namespace, _ in hosts}) > 1:
+        if not several:
             unreachable = self._handles_fault([pid for _, _, pid in hosts])
             if unreachable is not None:
                 return unreachable
@@ -127,21 +128,26 @@ class ProcessWorld:
         return None if found is None else f"the group spans hosts: {found}"
 
     def _handles_fault(self, pids: Sequence[int]) -> str | None:
-        """GPU ranks in several PID namespaces: torch sends memory handles to the sockets TMPDIR/symm_mem-PID.
+        """GPU ranks of one host: torch sends memory handles to the sockets TMPDIR/symm_mem-PID.
 
-        A rank that finds no such socket raises while its peers wait for it, and one that finds its own takes its own
-        memory for a peer's.
+        A rank that finds no such socket raises while its peers wait for it, for ever, and one that finds its own takes
+        its own memory for a peer's. A name too long for a socket's address torch writes past the end of it.
         """
-        folder = None
+        found = None
         try:
-            found = os.stat(next((os.environ[name] for name in TEMP_FOLDERS if name in os.environ), "/tmp"))
-            folder = found.st_dev, found.st_ino
+            folder = next((os.environ[name] for name in TEMP_FOLDERS if name in os.environ), "/tmp")
+            if len(os.fsencode(f"{folder}/symm_mem-{pids[self.rank]}")) < SOCKET_NAME:
+                status = os.stat(folder)
+                found = status.st_dev, status.st_ino
         except OSError:
             pass
-        folders = set(self.exchange(folder))
+        folders = set(self.exchange(found))
         if None not in folders and len(folders) == 1 and len(set(pids)) == self.world_size:
             return None
-        return "ranks in several PID namespaces need one /tmp and different process ids to pass memory handles"
+        return (
+            "to pass memory handles, ranks need one TMPDIR (or /tmp) with a path of less than 90 characters, and "
+            "different process ids"
+        )
 
     def _gpu_fault(self) -> str | None:
         """Why these GPUs cannot share memory, the same answer on all ranks.

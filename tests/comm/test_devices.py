@@ -145,16 +145,24 @@ def test_only_cpu_ranks_need_one_pid_namespace_and_to_watch_each_other():
             assert text in str(fault)
 
 
-def test_gpu_ranks_in_several_pid_namespaces_that_torch_s_handles_cannot_reach_say_so(tmp_path):
+def test_gpu_ranks_that_torch_s_handles_cannot_reach_say_so(tmp_path):
     """Otherwise one raises in torch's rendezvous and its peers wait, or a rank maps its own memory as a peer's."""
     folders = Seen(("a",)), Seen(("b",), namespace="two", folder=str(tmp_path))
     missing = Seen(("a",)), Seen(("b",), namespace="two", folder=str(tmp_path / "none"))
     pids = Seen(("a",), pid=7), Seen(("b",), namespace="two", pid=7)
-    for seen in (folders, missing, pids):
-        for fault, variable in outcomes(*seen):
-            assert "one /tmp and different process ids" in str(fault) and variable is None
     here = Seen(("a",)), Seen(("b",), folder=str(tmp_path))
-    assert outcomes(*here) == [(None, "1")] * 2, "in one namespace torch is left to its own means"
+    for seen in (folders, missing, pids, here):
+        for fault, variable in outcomes(*seen):
+            assert "one TMPDIR (or /tmp)" in str(fault) and "different process ids" in str(fault) and variable is None
+        assert outcomes(*seen, device="cpu")[0][0] == (None if seen is here else "the group spans PID namespaces")
+
+
+def test_gpu_ranks_whose_sockets_would_have_too_long_a_name_say_so(tmp_path):
+    """torch copies it into the 108 bytes of a socket's address unseen."""
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    seen = Seen(("a",), folder=str(deep)), Seen(("b",), folder=str(deep))
+    assert all("one TMPDIR" in str(fault) for fault, _ in outcomes(*seen))
 
 
 def test_gpus_of_several_hosts_in_one_nvlink_domain_share_memory():
