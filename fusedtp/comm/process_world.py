@@ -37,6 +37,7 @@ EXIT_SECONDS = 0.05
 FABRIC_SINCE = (2, 9)  # torch's symmetric memory passes fabric handles
 FABRIC_HANDLE, FABRIC_BYTES, FABRIC_COMPLETE = 8, 64, 3  # of CUmemAllocationHandleType; NVML_GPU_FABRIC_STATE_COMPLETED
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of CUdevice_P2PAttribute
+NVML_WRITE, NVML_ATOMICS = 1, 3  # of nvmlGpuP2PCapsIndex_t
 SOCKET_NAME = 108  # bytes of a socket's address for its name, with a zero behind it
 TEMP_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # torch's for sockets, in order
 
@@ -152,9 +153,10 @@ class ProcessWorld:
     def _gpu_fault(self) -> str | None:
         """Why these GPUs cannot share memory, the same answer on all ranks.
 
-        GPUs are told apart by their UUIDs: with one CUDA_VISIBLE_DEVICES a rank every rank's GPU may have index 0. A
-        peer's GPU that is not visible here cannot be asked about; torch's rendezvous then is the first to try. What a
-        rank finds wrong, or cannot find out, travels as text, so that no peer waits for it.
+        GPUs are told apart by their UUIDs: with one CUDA_VISIBLE_DEVICES a rank every rank's GPU may have index 0. Of a
+        peer's GPU that CUDA does not show here NVML is asked; if it does not see it either, as in containers with one
+        GPU each, torch's rendezvous is the first to try. What a rank finds wrong, or cannot find out, travels as text,
+        so that no peer waits for it.
         """
         index, fault, uuid, visible = self.device.index, "", "", {}
         try:
@@ -168,12 +170,17 @@ class ProcessWorld:
             return fault
         try:
             for p, (peer, _, _) in enumerate(told):
-                there = visible.get(peer, index)
-                if there == index or fault:
+                there = visible.get(peer)
+                if there == index or peer == uuid or fault:
                     continue
-                if not torch.cuda.can_device_access_peer(index, there):
+                if there is None:
+                    reached, atomic = hidden_p2p(uuid, peer) or (True, True)
+                else:
+                    reached = torch.cuda.can_device_access_peer(index, there)
+                    atomic = reached and native_atomics(index, there)
+                if not reached:
                     fault = f"the GPU of rank {self.rank} cannot access the memory of rank {p}'s"
-                elif not native_atomics(index, there):
+                elif not atomic:
                     fault = (
                         f"the GPU of rank {self.rank} has no native atomics in the memory of rank {p}'s, as over PCIe, "
                         "and ranks signal each other by them"
@@ -285,6 +292,36 @@ def native_atomics(index: int, there: int) -> bool:
     return bool(found.value)
 
 
+def hidden_p2p(mine: str, theirs: str) -> tuple[bool, bool] | None:
+    """Of GPUs by their UUIDs, one of which CUDA_VISIBLE_DEVICES hides, as NVML sees them: whether `mine` can store to
+    the memory of `theirs`, and whether its atomics there are atomic. None: NVML does not see both, or cannot tell.
+    """
+    if torch.version.hip:
+        return None
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    try:
+        gpus = ctypes.c_void_p(), ctypes.c_void_p()
+        for gpu, uuid in zip(gpus, (mine, theirs), strict=True):
+            if nvml.nvmlDeviceGetHandleByUUID(_nvml_uuid(uuid), ctypes.byref(gpu)) != 0:
+                return None
+        status = ctypes.c_int(), ctypes.c_int()
+        for found, capability in zip(status, (NVML_WRITE, NVML_ATOMICS), strict=True):
+            if nvml.nvmlDeviceGetP2PStatus(*gpus, capability, ctypes.byref(found)) != 0:
+                return None
+        return status[0].value == 0, status[1].value == 0
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _nvml_uuid(uuid: str) -> bytes:
+    return f"GPU-{uuid.removeprefix('GPU-')}".encode()
+
+
 class _FabricInfo(ctypes.Structure):
     """nvmlGpuFabricInfo_t."""
 
@@ -323,7 +360,7 @@ def nvlink_domain(index: int) -> str:
     nvml, gpu, info = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), _FabricInfo()
     done(nvml.nvmlInit_v2(), "nvmlInit_v2")
     try:
-        uuid = f"GPU-{gpu_uuid(index).removeprefix('GPU-')}".encode()
+        uuid = _nvml_uuid(gpu_uuid(index))
         done(nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(gpu)), "nvmlDeviceGetHandleByUUID")
         done(nvml.nvmlDeviceGetGpuFabricInfo(gpu, ctypes.byref(info)), "nvmlDeviceGetGpuFabricInfo")
     finally:

@@ -22,6 +22,7 @@ class Seen:
 
     uuids: tuple[str, ...]
     index: int = 0
+    hidden: tuple[str, ...] = ()  # not visible to CUDA, but to NVML
     unreachable: tuple[str, ...] = ()
     not_atomic: tuple[str, ...] = ()
     broken: str = ""  # a function of torch.cuda that raises here
@@ -58,6 +59,11 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
         found._obj.value = seen.uuids[j] not in seen.not_atomic
         return 0
 
+    def hidden(mine: str, theirs: str) -> tuple[bool, bool] | None:
+        called("hidden_p2p")
+        assert mine == seen.uuids[seen.index] and theirs not in seen.uuids
+        return (theirs not in seen.unreachable, theirs not in seen.not_atomic) if theirs in seen.hidden else None
+
     def domain(index: int) -> str:
         assert index == seen.index
         called("nvlink_domain")
@@ -80,6 +86,7 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
         patch.object(process_world, "pid_namespace", lambda: seen.namespace),
         patch.object(process_world, "host_identity", lambda: seen.host),
         patch.object(process_world, "nvlink_domain", domain),
+        patch.object(process_world, "hidden_p2p", hidden),
         patch.object(process_world, "torch_version", lambda: seen.torch),
         patch.object(os, "pidfd_open", pidfd_open),
         patch.object(os, "getpid", lambda: seen.pid or own_pid),
@@ -124,7 +131,20 @@ def test_gpus_without_native_atomics_between_them_are_named_on_all_ranks():
     assert "the GPU of rank 1 has no native atomics in the memory of rank 2's" in str(fault)
 
 
-@pytest.mark.parametrize("broken", ["get_device_properties", "can_device_access_peer", "cuDeviceGetP2PAttribute"])
+@pytest.mark.parametrize(
+    "given, text", [("unreachable", "cannot access the memory of rank 0's"), ("not_atomic", "has no native atomics")]
+)
+def test_of_gpus_that_cuda_does_not_show_nvml_is_asked(given, text):
+    """With one visible device a rank, on a PCIe box: torch would map the memory, and flags would be lost."""
+    told = outcomes(Seen(("a",), hidden=("b",)), Seen(("b",), hidden=("a",), **{given: ("a",)}))
+    (fault,) = {fault for fault, _ in told}
+    assert "the GPU of rank 1 " in str(fault) and text in str(fault)
+    assert outcomes(Seen(("a",), hidden=("b",)), Seen(("b",), hidden=("a",))) == [(None, "1")] * 2
+
+
+@pytest.mark.parametrize(
+    "broken", ["get_device_properties", "can_device_access_peer", "cuDeviceGetP2PAttribute", "hidden_p2p"]
+)
 def test_what_raises_on_one_rank_is_told_to_all(broken):
     told = outcomes(Seen(("a", "b"), 0), Seen(("a", "b"), 1, broken=broken), Seen(("c",), 0))
     faults = {fault for fault, _ in told}
@@ -230,6 +250,60 @@ def test_a_domain_is_a_cluster_and_a_clique_in_which_memory_can_be_passed_on():
     assert domain_by(driver) == f"{'01' * 16} 5"
     assert driver.calls.count("cuMemRelease") == driver.calls.count("nvmlShutdown") == 1
     assert domain_by(Driver(clique=6)) != domain_by(driver)
+
+
+class Nvml:
+    """libnvidia-ml of a machine with some GPUs; `refused`: pairs of what is asked of, and of which capability."""
+
+    def __init__(self, *uuids: str, refused: tuple[tuple[str, str, int], ...] = (), broken: str = "") -> None:
+        self.uuids, self.refused, self.broken, self.begun = uuids, refused, broken, 0
+
+    def nvmlInit_v2(self) -> int:
+        self.begun += 1
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        self.begun -= 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, gpu) -> int:
+        name = uuid.decode().removeprefix("GPU-")
+        if name not in self.uuids:
+            return 6  # NVML_ERROR_NOT_FOUND
+        gpu._obj.value = 1 + self.uuids.index(name)
+        return 0
+
+    def nvmlDeviceGetP2PStatus(self, mine, theirs, capability: int, status) -> int:
+        if self.broken:
+            return 999
+        names = (self.uuids[gpu.value - 1] for gpu in (mine, theirs))
+        status._obj.value = 5 if (*names, capability) in self.refused else 0  # NVML_P2P_STATUS_NOT_SUPPORTED
+        return 0
+
+
+@pytest.mark.parametrize(
+    "nvml, want",
+    [
+        (Nvml("a", "b"), (True, True)),
+        (Nvml("a", "b", refused=(("a", "b", 3),)), (True, False)),
+        (Nvml("a", "b", refused=(("a", "b", 1), ("a", "b", 3))), (False, False)),
+        (Nvml("a", "b", refused=(("b", "a", 1), ("a", "b", 2))), (True, True)),
+        (Nvml("a"), None),
+        (Nvml("a", "b", broken="yes"), None),
+    ],
+)
+def test_nvml_tells_of_hidden_gpus_whether_stores_and_atomics_reach_them(nvml, want):
+    with patch.object(process_world.ctypes, "CDLL", lambda _: nvml):
+        assert process_world.hidden_p2p("a", "b") == want
+    assert nvml.begun == 0
+
+
+def test_without_nvml_nothing_is_known_of_hidden_gpus():
+    def missing(_: str) -> None:
+        raise OSError("no such library")
+
+    with patch.object(process_world.ctypes, "CDLL", missing):
+        assert process_world.hidden_p2p("a", "b") is None
 
 
 @pytest.mark.parametrize("info", [{"state": 2}, {"status": 10}, {"cluster": bytes(16)}])
