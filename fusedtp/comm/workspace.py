@@ -70,6 +70,11 @@ what only all ranks together can do, such as growing.
 Note [Inference mode]
 What a workspace keeps is made outside of inference mode. A view that is made inside it cannot be written outside, so a
 group that first ran in a validation loop could not train.
+
+Note [Apart]
+torch.compile's CUDA graphs (mode "reduce-overhead") warm up with all of a thread's allocations in the graphs' own pool,
+and raise if anything stays there that is no output; torch's rendezvous keeps some, too. So what a workspace keeps of a
+GPU's memory is made in another thread.
 """
 
 from __future__ import annotations
@@ -79,9 +84,11 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from sys import byteorder
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -91,6 +98,7 @@ from . import device_view, semaphore
 from .copies import Copies
 from .device_view import DeviceView, epoch_words, runs_kernels
 from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch, TooManyRows
+from .launching import on
 from .memory import Region, round_up
 from .process_world import ProcessWorld
 from .semaphore import LIBC
@@ -105,6 +113,7 @@ COMPARED_CALLS = 16  # see Note [Signatures]
 # A waiter asks again for that long, yielding the core in between, before it sleeps: waking up takes 50 us.
 SPIN_SECONDS = 100e-6
 OTHER_SIGNATURE, TOO_MANY_ROWS, ARRIVAL = 2, 3, -1  # what kernels record, as in kernels/signals.py
+T = TypeVar("T")
 NOTHING = Signature(REFUSED, "collective", torch.float32, 0, ())
 
 
@@ -242,9 +251,20 @@ class Workspace:
     def device_view(self) -> DeviceView:
         """The addresses for a kernel, of slots as large as they are now."""
         if self._view is None:
-            with torch.inference_mode(False):
-                self._view = self._make_view()
+            self._view = self._apart(self._make_view)
         return self._view
+
+    def _apart(self, make: Callable[[], T]) -> T:
+        """What `make` makes, to be kept. Between processes on GPUs in a thread of its own: Note [Apart]."""
+
+        def made() -> T:
+            with torch.inference_mode(False), on(self.device):
+                return make()
+
+        if self.on_cpu or self.world.shares_process:
+            return made()
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(made).result()
 
     def _make_view(self) -> DeviceView:
         device, control = self.device, self.control.addresses
@@ -284,14 +304,14 @@ class Workspace:
             return
         self.refuse_capture()
         finish(self.device)
+        self.world.barrier()
+        slot = round_up(nbytes)
+        data = self._apart(lambda: self.world.allocate(2 * slot))
         if self._in_graph:
             self._kept.append((self.data, self._view))  # a captured graph names their addresses
             self._in_graph = False
-        self.world.barrier()
-        slot = round_up(nbytes)
-        with torch.inference_mode(False):
-            self.data = self.world.allocate(2 * slot)
-        if self.control.multicast and not self.data.multicast and self.rank == 0:
+        self.data = data
+        if self.control.multicast and not data.multicast and self.rank == 0:
             warnings.warn(
                 f"group {self.world.name!r}: torch's symmetric memory has no multicast address for {2 * slot} bytes; "
                 "engine 'multimem' sums without the switch",

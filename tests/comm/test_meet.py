@@ -1,6 +1,7 @@
 """Calls as GPUs make them: no signal of the host's, ranks meet by a kernel, here interpreted by several processes."""
 
 import time
+from threading import get_ident
 from types import SimpleNamespace
 
 import pytest
@@ -78,6 +79,45 @@ def test_a_fused_call_needs_no_meeting_once_a_graph_counts_too(engine, meets, in
     Workspace.order_fused(workspace, call)  # type: ignore[arg-type]
     assert bool(met) == (meets and in_graph)
     assert workspace._fused_last == (not meets)
+
+
+def threads_that_allocate(group) -> tuple[bool, bool, list[float]]:
+    """Whether regions and tables of addresses are made in the calling thread, and what a call then reads."""
+    comm = as_on_a_gpu(group)
+    workspace, regions, tables = comm.workspace, set(), set()
+    allocate, make_view = comm.world.allocate, workspace._make_view
+    comm.world.allocate = lambda nbytes: (regions.add(get_ident()), allocate(nbytes))[1]
+    workspace._make_view = lambda: (tables.add(get_ident()), make_view())[1]
+    read = gather(comm, 3.0, (1,) * comm.world_size, 4)  # which meets before it grows
+    return get_ident() in regions, get_ident() in tables, read.unique().tolist()
+
+
+def test_what_a_workspace_keeps_is_allocated_outside_of_a_graph_s_pool():
+    """torch.compile(mode="reduce-overhead") warms up with all allocations of the thread in one, and raises for what
+    stays there.
+    """
+    assert world(2).run(threads_that_allocate, fresh=True) == [(False, False, [3.0])] * 2
+
+
+def without_room(group) -> tuple[str, bool]:
+    """Growth that fails on all ranks, on a workspace that a graph names."""
+    comm = as_on_a_gpu(group)
+    comm.workspace.grow(1 << 10)
+    comm.workspace._in_graph = True
+
+    def full(nbytes: int) -> None:
+        raise RuntimeError(f"no room for {nbytes} bytes")
+
+    comm.world.allocate = full
+    try:
+        comm.workspace.grow(1 << 14)
+    except RuntimeError as error:
+        return str(error), comm.workspace._in_graph
+    return "", False
+
+
+def test_growth_that_fails_leaves_the_workspace_as_it_was():
+    assert world(2).run(without_room, fresh=True) == [("no room for 32768 bytes", True)] * 2
 
 
 def disagree(group, odd_rank: int, collective: bool, grown: bool) -> tuple[str, str, float]:
