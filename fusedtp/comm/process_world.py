@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
+from .launching import on
 from .memory import Region, allocate_memfd, allocate_symmetric, host_identity, pid_namespace
 
 # torch 2.13 renamed both and warns of the old names; 2.11 has only those.
@@ -54,7 +55,7 @@ class ProcessWorld:
         self.name = group.group_name
         let_gloo_end()
         uses_cuda = torch.cuda.is_available() and torch.device("cuda") in group._device_types
-        self.device = torch.device("cuda", torch.cuda.current_device()) if uses_cuda else torch.device("cpu")
+        self.device = gpu_of(group) if uses_cuda else torch.device("cpu")
         self._pidfds: dict[int, int] = {}
 
     @property
@@ -67,7 +68,8 @@ class ProcessWorld:
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's picklable value, in rank order."""
         out: list[Any] = [None] * self.world_size
-        dist.all_gather_object(out, value, group=self.group)
+        with on(self.device):  # where NCCL's objects lie
+            dist.all_gather_object(out, value, group=self.group)
         return out
 
     def barrier(self) -> None:
@@ -271,6 +273,12 @@ class ProcessWorld:
 def let_gloo_end() -> None:
     """This process will give gloo's threads some time before it ends, see Note [Threads of gloo at exit]."""
     atexit.register(time.sleep, EXIT_SECONDS)
+
+
+def gpu_of(group: dist.ProcessGroup) -> torch.device:
+    """The GPU that init_process_group(device_id=...) was given, or the current one."""
+    given: torch.device | None = getattr(group, "bound_device_id", None)
+    return torch.device("cuda", torch.cuda.current_device()) if given is None or given.type != "cuda" else given
 
 
 def gpu_uuid(index: int) -> str:

@@ -1,6 +1,7 @@
 """Whether GPUs of a group can share memory, by what each rank sees of them: one answer on all ranks, on fake GPUs."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -83,6 +84,7 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
         patch.object(torch.cuda, "get_device_properties", properties),
         patch.object(torch.cuda, "can_device_access_peer", can_access),
         patch.object(process_world.ctypes, "CDLL", lambda _: SimpleNamespace(cuDeviceGetP2PAttribute=attribute)),
+        patch.object(process_world, "on", lambda _: nullcontext()),
         patch.object(process_world, "pid_namespace", lambda: seen.namespace),
         patch.object(process_world, "host_identity", lambda: seen.host),
         patch.object(process_world, "nvlink_domain", domain),
@@ -325,10 +327,59 @@ def test_what_the_driver_refuses_is_named_and_nothing_is_kept(broken):
     assert driver.calls.count("cuMemRelease") == (broken == "cuMemExportToShareableHandle")
 
 
+class Bound:
+    """A process group of GPUs whose rank was given one, as init_process_group(device_id=...) does."""
+
+    group_name = "bound"
+    _device_types = (torch.device("cuda"),)
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.bound_device_id = device
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("given, want", [(torch.device("cuda", 3), 3), (None, 1)])
+def test_a_rank_has_the_gpu_that_its_group_was_given_or_else_the_current_one(monkeypatch, given, want):
+    """Objects are exchanged with that one current: torch takes the current one for them."""
+    current = [1]
+
+    class Current:
+        def __init__(self, device: torch.device) -> None:
+            self.index, self.before = device.index, current[0]
+
+        def __enter__(self) -> None:
+            current[0] = self.index
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    def gather(out: list, value: int, group: Bound) -> None:
+        out[:] = [current[0]] * 2
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    group = Bound(given)
+    own = ProcessWorld(group)  # type: ignore[arg-type]
+    assert own.device == torch.device("cuda", want)
+    assert own.exchange(0) == [want] * 2 and current == [1]
+
+
 def watched(group, namespace: str) -> set[int]:
     own = ProcessWorld(dist.group.WORLD)
     own.device = torch.device("cuda", 0)
-    with patch.object(process_world, "pid_namespace", lambda: namespace), patch.object(own, "_gpu_fault"):
+    with (
+        patch.object(process_world, "on", lambda _: nullcontext()),
+        patch.object(process_world, "pid_namespace", lambda: namespace),
+        patch.object(own, "_gpu_fault"),
+    ):
         own.shared_memory_fault()
     return set(own._pidfds)
 
