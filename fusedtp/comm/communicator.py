@@ -335,7 +335,8 @@ def reserve(group: Group, nbytes: int) -> None:
 def check(group: Group) -> None:
     """Raise what has made the group unusable, if anything has; call before an optimizer step.
 
-    SignalTimeout, or on a GPU SignatureMismatch: what a kernel recorded is seen once it has.
+    SignalTimeout, or on a GPU SignatureMismatch, or PeerFailed after a rank has raised in a call: what a kernel
+    recorded is seen once it has.
     """
     comm = communicator(group)
     if comm.has_workspace:

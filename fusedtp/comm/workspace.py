@@ -61,6 +61,10 @@ that the group stays in step and can be used again (a rank to which the failing 
 its call). After a timeout it cannot: the workspace is marked failed and
 every later call raises at once.
 
+On a GPU a rank that raises in a call has not started its kernel, and its next one would be taken for it. So it meets
+its peers by a signature of its own. If all ranks have raised, they are in step. Those that have not find a stranger, at
+once instead of when their time is over, and so does this one; then the group is at its end.
+
 Note [Refused calls]
 A rank may also raise before its call begins: it alone has found x on another device. On CPU it then takes part in
 that call by signalling "refused" to every peer, and raises at once; it takes the peers' signals when it begins its
@@ -86,6 +90,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from sys import byteorder
 from typing import Any, TypeVar
@@ -115,6 +120,7 @@ SPIN_SECONDS = 100e-6
 OTHER_SIGNATURE, TOO_MANY_ROWS, ARRIVAL = 2, 3, -1  # what kernels record, as in kernels/signals.py
 T = TypeVar("T")
 NOTHING = Signature(REFUSED, "collective", torch.float32, 0, ())
+RAISED = Signature(FAILED, "collective", torch.float32, 0, ())  # CUDA: a rank that raised before its kernel meets by it
 
 
 def int32(n: int) -> int:
@@ -376,6 +382,13 @@ class Workspace:
                 f"{wanted}; the group {self.world.name!r} can not be used again"
             )
             return
+        if code == OTHER_SIGNATURE and RAISED.hash32 in (wanted, seen):
+            culprit = peer if seen == RAISED.hash32 else self.rank
+            self.failed = PeerFailed(
+                f"rank {self.rank}: rank {culprit} raised in a call in which others went on; the group "
+                f"{self.world.name!r} can not be used again"
+            )
+            return
         what = "had published another signature" if code == OTHER_SIGNATURE else "had not signalled"
         kind = SignatureMismatch if code == OTHER_SIGNATURE else SignalTimeout
         where = "arrival" if chunk == ARRIVAL else f"chunk {chunk}"
@@ -605,12 +618,12 @@ class Call:
         elif self.ws.meets:
             self.meet()
 
-    def meet(self) -> None:
-        """CUDA: a barrier of the ranks' streams, which compares signatures where a kernel can."""
+    def meet(self, signature: Signature | None = None) -> None:
+        """CUDA: a barrier of the ranks' streams, which compares signatures where a kernel can; None: the call's."""
         ws = self.ws
         if ws.meets:
             counted, ws.epochs = ws.epochs, None  # if this raises, it is unknown whether the kernel was started
-            device_view.meet(ws.device_view(), ws.rank, ws.world_size, self.signature.hash32)
+            device_view.meet(ws.device_view(), ws.rank, ws.world_size, (signature or self.signature).hash32)
             ws.epochs = None if counted is None else counted + 1
         else:
             ws.world.stream_barrier(ws.control, ws.timeout_s)
@@ -733,9 +746,12 @@ class Call:
 
     def _abandon(self, error: BaseException) -> None:
         """Note [Failed calls]: keep in step with the peers although this rank raises."""
-        if not self.on_cpu:
-            return
         ws = self.ws
+        if not self.on_cpu:
+            if ws.meets and ws.failed is None and not is_capturing():
+                with suppress(RuntimeError):  # a device that an error has ended starts nothing
+                    self.meet(RAISED)
+            return
         consequence = isinstance(error, (SignatureMismatch, PeerFailed))  # then the blame is another rank's
         words = self.words if consequence else ws.failure_words(self.number)
         ws.fail_kernels_of_peers(self.number, words)

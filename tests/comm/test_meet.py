@@ -159,6 +159,48 @@ def test_ranks_that_disagree_do_not_grow():
         assert early.startswith("SignatureMismatch") and later == early and seconds < 30, (early, later)
 
 
+def left_by(group, raisers: tuple[int, ...], engine: str) -> tuple[str, str, float, bool]:
+    """A call in which some ranks raise: what this one's raises, and the next look; whether the next call is right."""
+    comm = as_on_a_gpu(group)
+    fusedtp.set_timeout(group, 10.0)
+    fusedtp.reserve(group, 1 << 12)
+    begin, early = time.monotonic(), ""
+    try:
+        if comm.rank in raisers:
+            with comm.workspace.call(Signature(**FIELDS | {"sizes": (1,) * comm.world_size}), 64) as call:
+                if engine == "triton":
+                    call.kernel_view()
+                raise RuntimeError("out of memory")
+        elif engine == "triton":
+            fusedtp.matmul_all_reduce(torch.ones(3, 4), torch.ones(3, 4), group, engine=engine)
+        else:
+            gather(comm, 1.0, (1,) * comm.world_size, 4)
+    except RuntimeError as error:
+        early = str(error)
+    seconds = time.monotonic() - begin
+    try:
+        fusedtp.check(group)
+    except Exception as error:
+        return early, f"{type(error).__name__}: {error}", seconds, False
+    return early, "", seconds, bool(gather(comm, 2.0, (1,) * comm.world_size, 4).eq(2.0).all())
+
+
+@pytest.mark.parametrize("engine", ["chunked", "triton"])
+def test_a_rank_that_raises_in_a_call_is_named_at_once_and_the_group_is_at_its_end(engine):
+    """Not after the timeout. And if it went on, its next call would be taken for this one."""
+    outcomes = world(3).run(left_by, (1,), engine, fresh=True)
+    for rank, (early, later, seconds, _) in enumerate(outcomes):
+        assert early == ("out of memory" if rank == 1 else "") and seconds < 8, (rank, early, seconds)
+        assert later.startswith("PeerFailed") and "rank 1 raised in a call" in later, (rank, later)
+
+
+@pytest.mark.parametrize("engine", ["chunked", "triton"])
+def test_where_all_ranks_raise_in_a_call_the_group_stays_usable(engine):
+    outcomes = world(3).run(left_by, (0, 1, 2), engine, fresh=True)
+    assert [outcome[:2] for outcome in outcomes] == [("out of memory", "")] * 3
+    assert all(right for *_, right in outcomes)
+
+
 def late(group, seconds: float) -> str:
     comm = as_on_a_gpu(group)
     fusedtp.set_timeout(group, 1.0)
