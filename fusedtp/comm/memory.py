@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 PAGE = 4096
+NUMBERED_BY_GROUP = (2, 14)  # the first torch that numbers the keys of a rendezvous by its group, not by the process
+_meetings = 0  # of this process, in all its groups
 Exchange = Callable[[Any], list[Any]]  # every rank's object, in rank order; collective
 
 
@@ -95,13 +97,17 @@ def allocate_symmetric(nbytes: int, device: torch.device, group_name: str, excha
     """
     from torch.distributed._symmetric_memory import rendezvous
 
+    global _meetings
     nbytes = round_up(max(nbytes, PAGE))
     local, handle, multicast, fault = None, None, 0, ""
     try:
         local = _own_symmetric(nbytes, device)
     except RuntimeError as error:
         fault = f"cannot make {nbytes} bytes of symmetric memory: {error}"
-    _raise_first(exchange(fault))  # the other ranks would wait in the rendezvous
+    told = exchange((fault, _meetings))
+    _raise_first([each for each, _ in told])  # the other ranks would wait in the rendezvous
+    _check_meetings([each for _, each in told])
+    _meetings += 1
     try:
         handle = rendezvous(local, group_name)  # type: ignore[arg-type]
         multicast = handle.multicast_ptr
@@ -127,6 +133,25 @@ def _own_symmetric(nbytes: int, device: torch.device) -> Tensor:
     except RuntimeError:
         torch.cuda.empty_cache()
         return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+
+
+def _check_meetings(counts: Sequence[int]) -> None:
+    """Raises RuntimeError where ranks would look for each other by different keys: pytorch issue 196082.
+
+    As after one group has grown and another has not, in a group of ranks of both.
+    """
+    if len(set(counts)) > 1 and torch_version() < NUMBERED_BY_GROUP:
+        raise RuntimeError(
+            f"its ranks have met {list(counts)} times for symmetric memory, in all their groups, and would wait for "
+            f"ever: torch {torch.__version__} numbers those meetings by process. Reserve what each group will need "
+            "before the first call (fusedtp.reserve), in the same order on all ranks"
+        )
+
+
+def torch_version() -> tuple[int, int]:
+    """Major and minor."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _raise_first(faults: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ import torch.distributed.nn.functional
 from torch import Tensor
 
 from .launching import on
-from .memory import Region, allocate_memfd, allocate_symmetric, host_identity, pid_namespace
+from .memory import Region, allocate_memfd, allocate_symmetric, host_identity, pid_namespace, torch_version
 
 # torch 2.13 renamed both and warns of the old names; 2.11 has only those.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -388,12 +388,6 @@ def nvlink_domain(index: int) -> str:
     finally:
         driver.cuMemRelease(memory)
     return f"{bytes(info.cluster).hex()} {info.clique}"
-
-
-def torch_version() -> tuple[int, int]:
-    """Major and minor."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 def first_fault(faults: Sequence[str]) -> str | None:
