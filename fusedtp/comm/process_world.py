@@ -163,7 +163,9 @@ class ProcessWorld:
         index, fault, uuid, visible = self.device.index, "", "", {}
         try:
             visible = {gpu_uuid(i): i for i in range(torch.cuda.device_count())}
-            uuid = gpu_uuid(index)
+            uuid, kind = gpu_uuid(index), symmetric_kind(self.device)
+            if kind != "CUDA":
+                fault = f"rank {self.rank} has torch's symmetric memory of {kind}, not of CUDA: unset TORCH_SYMMMEM"
         except Exception as error:
             fault = f"rank {self.rank} cannot tell which GPU it has: {error}"
         told = self.exchange((uuid, index, fault))
@@ -284,6 +286,18 @@ def gpu_of(group: dist.ProcessGroup) -> torch.device:
 def gpu_uuid(index: int) -> str:
     """Which GPU the index stands for, whatever CUDA_VISIBLE_DEVICES says."""
     return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def symmetric_kind(device: torch.device) -> str:
+    """Which of torch's kinds of symmetric memory is in use. Only CUDA's is allocated and freed by a group for itself.
+
+    That of NVSHMEM is by all processes of the job at once, so that a group that grows, or garbage that one of them
+    collects, would wait for all others.
+    """
+    from torch.distributed import _symmetric_memory
+
+    get_backend = getattr(_symmetric_memory, "get_backend", None)  # which older torch lacks
+    return (get_backend and get_backend(device)) or "CUDA"
 
 
 def native_atomics(index: int, there: int) -> bool:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric
 
 from fusedtp.comm import process_world
 from fusedtp.comm.process_world import ProcessWorld
@@ -34,6 +35,7 @@ class Seen:
     host: str = "here"
     domain: str = ""  # NVLink domain of several hosts; "": in none
     torch: tuple[int, int] = (2, 11)
+    backend: str | None = "CUDA"  # of torch's symmetric memory; None: it names none
 
 
 def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | None]:
@@ -88,6 +90,7 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
         patch.object(process_world, "pid_namespace", lambda: seen.namespace),
         patch.object(process_world, "host_identity", lambda: seen.host),
         patch.object(process_world, "nvlink_domain", domain),
+        patch.object(symmetric, "get_backend", lambda device: seen.backend),
         patch.object(process_world, "hidden_p2p", hidden),
         patch.object(process_world, "torch_version", lambda: seen.torch),
         patch.object(os, "pidfd_open", pidfd_open),
@@ -119,6 +122,14 @@ def test_unequal_visibility_raises_on_no_rank():
 
 def test_ranks_that_share_a_gpu_are_left_to_torch():
     assert outcomes(Seen(("a",)), Seen(("a",))) == [(None, None)] * 2
+
+
+def test_symmetric_memory_of_another_kind_is_refused_on_all_ranks():
+    """As of NVSHMEM, which frees memory together with all processes of the job: pytorch issue 195500."""
+    told = outcomes(Seen(("a", "b"), 0), Seen(("a", "b"), 1, backend="NVSHMEM"))
+    (fault,) = {fault for fault, _ in told}
+    assert "rank 1" in str(fault) and "NVSHMEM" in str(fault)
+    assert outcomes(Seen(("a",), backend=None), Seen(("b",))) == [(None, "1")] * 2
 
 
 def test_a_gpu_that_cannot_reach_its_peer_s_is_named_on_all_ranks():
