@@ -335,8 +335,8 @@ def reserve(group: Group, nbytes: int) -> None:
 def check(group: Group) -> None:
     """Raise the error that has made the group unusable, if any; call before an optimizer step.
 
-    SignalTimeout; from a kernel also TooManyRows or, on a GPU, SignatureMismatch. A kernel's error is visible as soon
-    as the kernel has recorded it.
+    SignalTimeout; from a kernel also TooManyRows or, on a GPU, SignatureMismatch, or PeerFailed if a rank has raised in
+    a call. A kernel's error is visible as soon as the kernel has recorded it.
     """
     comm = communicator(group)
     if comm.has_workspace:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 PAGE = 4096
+NUMBERED_BY_GROUP = (2, 14)  # the first torch that numbers the keys of a rendezvous by its group, not by the process
+_meetings = 0  # of this process, in all its groups
 Exchange = Callable[[Any], list[Any]]  # every rank's object, in rank order; collective
 
 
@@ -87,25 +89,76 @@ def _map_peer(pid: int, fd: int, nbytes: int) -> mmap.mmap:
 
 
 def allocate_symmetric(nbytes: int, device: torch.device, group_name: str, exchange: Exchange) -> Region:
-    """Collective, CUDA: torch's symmetric memory. Raises RuntimeError if it is unavailable.
+    """Collective, CUDA: torch's symmetric memory. Raises RuntimeError on every rank if one rank cannot have it.
 
     This does not use torch's `empty`, which allocates from a pool that reuses freed memory. Ranks collect garbage at
     different times, so they would come to the rendezvous with blocks of different sizes, or one rank would get a block
     that this group knows already and skip the rendezvous.
     """
-    from torch._C._distributed_c10d import _SymmetricMemory
     from torch.distributed._symmetric_memory import rendezvous
 
+    global _meetings
     nbytes = round_up(max(nbytes, PAGE))
-    local = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
-    handle = rendezvous(local, group_name)  # type: ignore[arg-type]
-    multicasts = exchange(handle.multicast_ptr)
-    buffers = [handle.get_buffer(p, (nbytes,), torch.uint8) for p in range(len(multicasts))]
+    local, handle, multicast, fault = None, None, 0, ""
+    try:
+        local = _own_symmetric(nbytes, device)
+    except RuntimeError as error:
+        fault = f"cannot make {nbytes} bytes of symmetric memory: {error}"
+    told = exchange((fault, _meetings))
+    _raise_first([each for each, _ in told])  # the other ranks would wait in the rendezvous
+    _check_meetings([each for _, each in told])
+    _meetings += 1
+    try:
+        handle = rendezvous(local, group_name)  # type: ignore[arg-type]
+        multicast = handle.multicast_ptr
+    except RuntimeError as error:
+        fault = str(error)
+    told = exchange((fault, multicast))
+    _raise_first([each for each, _ in told])
+    assert handle is not None and local is not None
+    buffers = [handle.get_buffer(p, (nbytes,), torch.uint8) for p in range(len(told))]
     addresses = tuple(buffer.data_ptr() for buffer in buffers)
     if addresses[handle.rank] != local.data_ptr():  # a buffer must begin where its allocation begins
         raise RuntimeError("torch's symmetric memory gave a part of a larger allocation")
-    multicast = multicasts[handle.rank] if all(multicasts) else 0
+    multicast = multicast if all(each for _, each in told) else 0
     return Region(nbytes, buffers, addresses, multicast, (handle, local))
+
+
+def _own_symmetric(nbytes: int, device: torch.device) -> Tensor:
+    """This rank's part. The driver gives it, which does not know what torch's caching allocator keeps free."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    try:
+        return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+    except RuntimeError:
+        torch.cuda.empty_cache()
+        return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+
+
+def _check_meetings(counts: Sequence[int]) -> None:
+    """Raises RuntimeError where ranks would look for each other by different keys: pytorch issue 196082.
+
+    As after one group has grown and another has not, in a group of ranks of both.
+    """
+    if len(set(counts)) > 1 and torch_version() < NUMBERED_BY_GROUP:
+        raise RuntimeError(
+            f"its ranks have met {list(counts)} times for symmetric memory, in all their groups, and would wait for "
+            f"ever: torch {torch.__version__} numbers those meetings by process. Reserve what each group will need "
+            "before the first call (fusedtp.reserve), in the same order on all ranks"
+        )
+
+
+def torch_version() -> tuple[int, int]:
+    """Major and minor."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _raise_first(faults: Sequence[str]) -> None:
+    """Of every rank's fault, "" for none."""
+    for p, fault in enumerate(faults):
+        if fault:
+            raise RuntimeError(f"rank {p}: {fault}")
 
 
 def allocate_plain(nbytes: int, device: torch.device, exchange: Exchange) -> Region:

@@ -28,7 +28,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
-from .memory import Region, allocate_memfd, allocate_symmetric, host_identity, pid_namespace
+from .launching import on
+from .memory import Region, allocate_memfd, allocate_symmetric, host_identity, pid_namespace, torch_version
 
 # torch 2.13 renamed both and warns about the old names; 2.11 has only the old ones.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,6 +39,8 @@ EXIT_SECONDS = 0.05
 FABRIC_SINCE = (2, 9)  # from here on torch's symmetric memory passes fabric handles
 FABRIC_HANDLE, FABRIC_BYTES, FABRIC_COMPLETE = 8, 64, 3  # of CUmemAllocationHandleType; NVML_GPU_FABRIC_STATE_COMPLETED
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of CUdevice_P2PAttribute
+NVML_WRITE, NVML_ATOMICS = 1, 3  # of nvmlGpuP2PCapsIndex_t
+SOCKET_NAME = 108  # bytes for the path in a socket's address, including the terminating zero
 TEMP_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # where torch puts sockets, in order of preference
 
 
@@ -53,7 +56,7 @@ class ProcessWorld:
         self.name = group.group_name
         let_gloo_end()
         uses_cuda = torch.cuda.is_available() and torch.device("cuda") in group._device_types
-        self.device = torch.device("cuda", torch.cuda.current_device()) if uses_cuda else torch.device("cpu")
+        self.device = gpu_of(group) if uses_cuda else torch.device("cpu")
         self._pidfds: dict[int, int] = {}
 
     @property
@@ -66,7 +69,8 @@ class ProcessWorld:
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's picklable value, in rank order."""
         out: list[Any] = [None] * self.world_size
-        dist.all_gather_object(out, value, group=self.group)
+        with on(self.device):  # where NCCL's objects lie
+            dist.all_gather_object(out, value, group=self.group)
         return out
 
     def barrier(self) -> None:
@@ -98,12 +102,12 @@ class ProcessWorld:
             try:
                 if p != self.rank and (host, namespace) == (here, own_namespace):
                     self._pidfds[p] = os.pidfd_open(pid)
-            except OSError as error:
+            except (OSError, AttributeError) as error:  # a Python built for kernels before 5.3 has no pidfd_open
                 fault = f"cannot watch process {pid}: {error}"
         weakref.finalize(self, _close_all, list(self._pidfds.values()))
         if on_cpu:
             return first_fault(self.exchange(fault))
-        if not several and len({namespace for _, namespace, _ in hosts}) > 1:
+        if not several:
             unreachable = self._handles_fault([pid for _, _, pid in hosts])
             if unreachable is not None:
                 return unreachable
@@ -128,33 +132,41 @@ class ProcessWorld:
         return None if found is None else f"the group spans hosts: {found}"
 
     def _handles_fault(self, pids: Sequence[int]) -> str | None:
-        """GPU ranks in several PID namespaces: torch sends memory handles to the sockets TMPDIR/symm_mem-PID.
+        """GPU ranks of one host: torch sends memory handles to the sockets TMPDIR/symm_mem-PID.
 
-        A rank that finds no such socket raises while its peers wait for it, and a rank that finds its own socket takes
-        its own memory for a peer's.
+        A rank that finds no such socket raises while its peers wait for it forever, and a rank that finds its own
+        socket takes its own memory for a peer's. torch writes a path that is too long past the end of the address.
         """
-        folder = None
+        found = None
         try:
-            found = os.stat(next((os.environ[name] for name in TEMP_FOLDERS if name in os.environ), "/tmp"))
-            folder = found.st_dev, found.st_ino
+            folder = next((os.environ[name] for name in TEMP_FOLDERS if name in os.environ), "/tmp")
+            if len(os.fsencode(f"{folder}/symm_mem-{pids[self.rank]}")) < SOCKET_NAME:
+                status = os.stat(folder)
+                found = status.st_dev, status.st_ino
         except OSError:
             pass
-        folders = set(self.exchange(folder))
+        folders = set(self.exchange(found))
         if None not in folders and len(folders) == 1 and len(set(pids)) == self.world_size:
             return None
-        return "ranks in several PID namespaces need one /tmp and different process ids to pass memory handles"
+        return (
+            "to pass memory handles, ranks need one TMPDIR (or /tmp) with a path of less than 90 characters, and "
+            "different process ids"
+        )
 
     def _gpu_fault(self) -> str | None:
         """Why these GPUs cannot share memory, the same answer on all ranks.
 
         GPUs are identified by UUID: if each rank has its own CUDA_VISIBLE_DEVICES, every rank's GPU may have index 0. A
-        peer's GPU that is not visible here cannot be queried; then torch's rendezvous is the first to try it. A rank
-        sends its fault, or its failure to find out, as text, so that no peer waits for it.
+        peer's GPU that CUDA does not show here is looked up through NVML. If NVML does not see it either, as in
+        containers with one GPU each, torch's rendezvous is the first to try it. A rank sends its fault, or its failure
+        to find out, as text, so that no peer waits for it.
         """
         index, fault, uuid, visible = self.device.index, "", "", {}
         try:
             visible = {gpu_uuid(i): i for i in range(torch.cuda.device_count())}
-            uuid = gpu_uuid(index)
+            uuid, kind = gpu_uuid(index), symmetric_kind(self.device)
+            if kind != "CUDA":
+                fault = f"rank {self.rank} has torch's symmetric memory of {kind}, not of CUDA: unset TORCH_SYMMMEM"
         except Exception as error:
             fault = f"rank {self.rank} cannot tell which GPU it has: {error}"
         told = self.exchange((uuid, index, fault))
@@ -163,12 +175,17 @@ class ProcessWorld:
             return fault
         try:
             for p, (peer, _, _) in enumerate(told):
-                there = visible.get(peer, index)
-                if there == index or fault:
+                there = visible.get(peer)
+                if there == index or peer == uuid or fault:
                     continue
-                if not torch.cuda.can_device_access_peer(index, there):
+                if there is None:
+                    reached, atomic = hidden_p2p(uuid, peer) or (True, True)
+                else:
+                    reached = torch.cuda.can_device_access_peer(index, there)
+                    atomic = reached and native_atomics(index, there)
+                if not reached:
                     fault = f"the GPU of rank {self.rank} cannot access the memory of rank {p}'s"
-                elif not native_atomics(index, there):
+                elif not atomic:
                     fault = (
                         f"the GPU of rank {self.rank} has no native atomics in the memory of rank {p}'s, as over PCIe, "
                         "and ranks signal each other by them"
@@ -261,9 +278,27 @@ def let_gloo_end() -> None:
     atexit.register(time.sleep, EXIT_SECONDS)
 
 
+def gpu_of(group: dist.ProcessGroup) -> torch.device:
+    """The GPU that init_process_group(device_id=...) was given, or the current one."""
+    given: torch.device | None = getattr(group, "bound_device_id", None)
+    return torch.device("cuda", torch.cuda.current_device()) if given is None or given.type != "cuda" else given
+
+
 def gpu_uuid(index: int) -> str:
     """The GPU behind an index, independent of CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def symmetric_kind(device: torch.device) -> str:
+    """Which of torch's kinds of symmetric memory is in use. Only CUDA's is allocated and freed by a group for itself.
+
+    That of NVSHMEM is by all processes of the job at once, so that a group that grows, or garbage that one of them
+    collects, would wait for all others.
+    """
+    from torch.distributed import _symmetric_memory
+
+    get_backend = getattr(_symmetric_memory, "get_backend", None)  # which older torch lacks
+    return (get_backend and get_backend(device)) or "CUDA"
 
 
 def native_atomics(index: int, there: int) -> bool:
@@ -278,6 +313,36 @@ def native_atomics(index: int, there: int) -> bool:
     if code != 0:
         raise OSError(f"cuDeviceGetP2PAttribute({index}, {there}) gives CUresult {code}")
     return bool(found.value)
+
+
+def hidden_p2p(mine: str, theirs: str) -> tuple[bool, bool] | None:
+    """Of GPUs by their UUIDs, one of which CUDA_VISIBLE_DEVICES hides, as NVML sees them: whether `mine` can store to
+    the memory of `theirs`, and whether its atomics there are atomic. None: NVML does not see both, or cannot tell.
+    """
+    if torch.version.hip:
+        return None
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    try:
+        gpus = ctypes.c_void_p(), ctypes.c_void_p()
+        for gpu, uuid in zip(gpus, (mine, theirs), strict=True):
+            if nvml.nvmlDeviceGetHandleByUUID(_nvml_uuid(uuid), ctypes.byref(gpu)) != 0:
+                return None
+        status = ctypes.c_int(), ctypes.c_int()
+        for found, capability in zip(status, (NVML_WRITE, NVML_ATOMICS), strict=True):
+            if nvml.nvmlDeviceGetP2PStatus(*gpus, capability, ctypes.byref(found)) != 0:
+                return None
+        return status[0].value == 0, status[1].value == 0
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _nvml_uuid(uuid: str) -> bytes:
+    return f"GPU-{uuid.removeprefix('GPU-')}".encode()
 
 
 class _FabricInfo(ctypes.Structure):
@@ -318,7 +383,7 @@ def nvlink_domain(index: int) -> str:
     nvml, gpu, info = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), _FabricInfo()
     done(nvml.nvmlInit_v2(), "nvmlInit_v2")
     try:
-        uuid = f"GPU-{gpu_uuid(index).removeprefix('GPU-')}".encode()
+        uuid = _nvml_uuid(gpu_uuid(index))
         done(nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(gpu)), "nvmlDeviceGetHandleByUUID")
         done(nvml.nvmlDeviceGetGpuFabricInfo(gpu, ctypes.byref(info)), "nvmlDeviceGetGpuFabricInfo")
     finally:
@@ -338,12 +403,6 @@ def nvlink_domain(index: int) -> str:
     finally:
         driver.cuMemRelease(memory)
     return f"{bytes(info.cluster).hex()} {info.clique}"
-
-
-def torch_version() -> tuple[int, int]:
-    """Major and minor."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 def first_fault(faults: Sequence[str]) -> str | None:

@@ -60,6 +60,11 @@ A rank that finds a mismatch, or raises, still signals and waits for all peers b
 group stays in step and can be used again (a peer that already has the failing rank's signal finishes its call). After a
 timeout this is impossible: the workspace is marked as failed, and every later call raises at once.
 
+On a GPU, a rank that raises in a call has not launched its kernel, and its peers would take its next kernel for it. So
+it launches the meeting kernel with a signature reserved for this. If all ranks have raised, they stay in step.
+Otherwise the peers see a signature mismatch at once, instead of waiting for the timeout, and so does this rank; the
+group is then unusable.
+
 Note [Refused calls]
 A rank may also raise before its call begins, for example because only this rank has x on another device. On CPU it then
 takes part in that call by signalling "refused" to every peer, and raises at once; it takes the peers' signals when it
@@ -69,6 +74,11 @@ continues to a step that needs all ranks, such as growing.
 Note [Inference mode]
 Tensors that a workspace keeps are made outside of inference mode. A view made inside it cannot be written outside, so a
 group that first ran in a validation loop could not train.
+
+Note [Apart]
+While torch.compile's CUDA graphs (mode "reduce-overhead") warm up, all allocations of the thread go to the graphs'
+private pool, and torch raises if anything but an output stays there; torch's rendezvous also keeps some. So a workspace
+allocates the GPU memory that it keeps in another thread.
 """
 
 from __future__ import annotations
@@ -78,9 +88,12 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from sys import byteorder
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -90,6 +103,7 @@ from . import device_view, semaphore
 from .copies import Copies
 from .device_view import DeviceView, epoch_words, runs_kernels
 from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch, TooManyRows
+from .launching import on
 from .memory import Region, round_up
 from .process_world import ProcessWorld
 from .semaphore import LIBC
@@ -104,7 +118,9 @@ COMPARED_CALLS = 16  # see Note [Signatures]
 # A waiter polls for this long, yielding the core in between, before it sleeps: waking up takes 50 us.
 SPIN_SECONDS = 100e-6
 OTHER_SIGNATURE, TOO_MANY_ROWS, ARRIVAL = 2, 3, -1  # codes that kernels record, as in kernels/signals.py
+T = TypeVar("T")
 NOTHING = Signature(REFUSED, "collective", torch.float32, 0, ())
+RAISED = Signature(FAILED, "collective", torch.float32, 0, ())  # CUDA: of a rank that raised before its kernel
 
 
 def int32(n: int) -> int:
@@ -140,8 +156,7 @@ class Workspace:
         self.debug = any(world.exchange(os.environ.get("FUSEDTP_DEBUG", "0") not in ("", "0")))
         self._refused: Call | None = None  # the last call if this rank refused it and has not taken its signals
         self._kept: list[tuple[Region | None, DeviceView | None]] = []
-        with torch.inference_mode(False):
-            self._make_control_region()
+        self._apart(self._make_control_region)
         world.barrier()
 
     # -- memory --------------------------------------------------------------------------------------------------
@@ -241,9 +256,20 @@ class Workspace:
     def device_view(self) -> DeviceView:
         """The addresses for a kernel, with the current size of slots."""
         if self._view is None:
-            with torch.inference_mode(False):
-                self._view = self._make_view()
+            self._view = self._apart(self._make_view)
         return self._view
+
+    def _apart(self, make: Callable[[], T]) -> T:
+        """Run `make` for something that is kept; for processes on GPUs in a thread of its own: Note [Apart]."""
+
+        def made() -> T:
+            with torch.inference_mode(False), on(self.device):
+                return make()
+
+        if self.on_cpu or self.world.shares_process:
+            return made()
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(made).result()
 
     def _make_view(self) -> DeviceView:
         device, control = self.device, self.control.addresses
@@ -283,14 +309,14 @@ class Workspace:
             return
         self.refuse_capture()
         finish(self.device)
+        self.world.barrier()
+        slot = round_up(nbytes)
+        data = self._apart(lambda: self.world.allocate(2 * slot))
         if self._in_graph:
             self._kept.append((self.data, self._view))  # a captured graph uses their addresses
             self._in_graph = False
-        self.world.barrier()
-        slot = round_up(nbytes)
-        with torch.inference_mode(False):
-            self.data = self.world.allocate(2 * slot)
-        if self.control.multicast and not self.data.multicast and self.rank == 0:
+        self.data = data
+        if self.control.multicast and not data.multicast and self.rank == 0:
             warnings.warn(
                 f"group {self.world.name!r}: torch's symmetric memory has no multicast address for {2 * slot} bytes; "
                 "engine 'multimem' sums without the switch",
@@ -353,6 +379,13 @@ class Workspace:
             self.failed = TooManyRows(
                 f"rank {self.rank}: {seen} rows go to the experts of rank {peer}, which has room for max_rows = "
                 f"{wanted}; the group {self.world.name!r} can not be used again"
+            )
+            return
+        if code == OTHER_SIGNATURE and RAISED.hash32 in (wanted, seen):
+            culprit = peer if seen == RAISED.hash32 else self.rank
+            self.failed = PeerFailed(
+                f"rank {self.rank}: rank {culprit} raised in a call in which others went on; the group "
+                f"{self.world.name!r} can not be used again"
             )
             return
         what = "had published another signature" if code == OTHER_SIGNATURE else "had not signalled"
@@ -584,12 +617,12 @@ class Call:
         elif self.ws.meets:
             self.meet()
 
-    def meet(self) -> None:
-        """CUDA: a barrier of the ranks' streams; it compares signatures if kernels can run."""
+    def meet(self, signature: Signature | None = None) -> None:
+        """CUDA: a barrier of the ranks' streams; it compares signatures if kernels can run. None: the call's own."""
         ws = self.ws
         if ws.meets:
             counted, ws.epochs = ws.epochs, None  # stays None if the launch raises: then the epoch is unknown
-            device_view.meet(ws.device_view(), ws.rank, ws.world_size, self.signature.hash32)
+            device_view.meet(ws.device_view(), ws.rank, ws.world_size, (signature or self.signature).hash32)
             ws.epochs = None if counted is None else counted + 1
         else:
             ws.world.stream_barrier(ws.control, ws.timeout_s)
@@ -712,9 +745,12 @@ class Call:
 
     def _abandon(self, error: BaseException) -> None:
         """Stay in step with the peers although this rank raises: Note [Failed calls]."""
-        if not self.on_cpu:
-            return
         ws = self.ws
+        if not self.on_cpu:
+            if ws.meets and ws.failed is None and not is_capturing():
+                with suppress(RuntimeError):  # after a fatal error a device starts nothing
+                    self.meet(RAISED)
+            return
         consequence = isinstance(error, (SignatureMismatch, PeerFailed))  # then another rank is to blame
         words = self.words if consequence else ws.failure_words(self.number)
         ws.fail_kernels_of_peers(self.number, words)

@@ -111,7 +111,7 @@ def test_the_driver_gets_every_bit_of_addresses_sizes_and_handles(tmp_path, monk
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_group_is_given_up_where_copies_may_have_gone_without_their_kernel(begun):
     """Their flags say that the call's rows have come, and the next call would have the same epoch."""
-    workspace = SimpleNamespace(failed=None, end=lambda: None)
+    workspace = SimpleNamespace(failed=None, meets=False, end=lambda: None)
     workspace.give_up = lambda call, error: Workspace.give_up(workspace, call, error)
     call = object.__new__(Call)
     call.ws, call.on_cpu, call.copying = workspace, False, SimpleNamespace(begun=begun)

@@ -1,6 +1,7 @@
 """Whether GPUs of a group can share memory, by what each rank sees of them: one answer on all ranks, on fake GPUs."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -8,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric
 
 from fusedtp.comm import process_world
 from fusedtp.comm.process_world import ProcessWorld
@@ -22,16 +24,18 @@ class Seen:
 
     uuids: tuple[str, ...]
     index: int = 0
+    hidden: tuple[str, ...] = ()  # not visible to CUDA, but to NVML
     unreachable: tuple[str, ...] = ()
     not_atomic: tuple[str, ...] = ()
     broken: str = ""  # a function of torch.cuda that raises here
     namespace: str = "one"
-    pidfd: bool = True
+    pidfd: bool | None = True  # None: this Python was built without it
     folder: str = "/tmp"
     pid: int = 0  # 0: its real one
     host: str = "here"
     domain: str = ""  # NVLink domain of several hosts; "": in none
     torch: tuple[int, int] = (2, 11)
+    backend: str | None = "CUDA"  # of torch's symmetric memory; None: it names none
 
 
 def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | None]:
@@ -58,6 +62,11 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
         found._obj.value = seen.uuids[j] not in seen.not_atomic
         return 0
 
+    def hidden(mine: str, theirs: str) -> tuple[bool, bool] | None:
+        called("hidden_p2p")
+        assert mine == seen.uuids[seen.index] and theirs not in seen.uuids
+        return (theirs not in seen.unreachable, theirs not in seen.not_atomic) if theirs in seen.hidden else None
+
     def domain(index: int) -> str:
         assert index == seen.index
         called("nvlink_domain")
@@ -77,15 +86,20 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
         patch.object(torch.cuda, "get_device_properties", properties),
         patch.object(torch.cuda, "can_device_access_peer", can_access),
         patch.object(process_world.ctypes, "CDLL", lambda _: SimpleNamespace(cuDeviceGetP2PAttribute=attribute)),
+        patch.object(process_world, "on", lambda _: nullcontext()),
         patch.object(process_world, "pid_namespace", lambda: seen.namespace),
         patch.object(process_world, "host_identity", lambda: seen.host),
         patch.object(process_world, "nvlink_domain", domain),
+        patch.object(symmetric, "get_backend", lambda device: seen.backend),
+        patch.object(process_world, "hidden_p2p", hidden),
         patch.object(process_world, "torch_version", lambda: seen.torch),
         patch.object(os, "pidfd_open", pidfd_open),
         patch.object(os, "getpid", lambda: seen.pid or own_pid),
         patch.dict(os.environ, TMPDIR=seen.folder),
     ):
         os.environ.pop(VARIABLE, None)
+        if seen.pidfd is None:
+            del os.pidfd_open
         return own.shared_memory_fault(), os.environ.get(VARIABLE)
 
 
@@ -110,6 +124,14 @@ def test_ranks_that_share_a_gpu_are_left_to_torch():
     assert outcomes(Seen(("a",)), Seen(("a",))) == [(None, None)] * 2
 
 
+def test_symmetric_memory_of_another_kind_is_refused_on_all_ranks():
+    """As of NVSHMEM, which frees memory together with all processes of the job: pytorch issue 195500."""
+    told = outcomes(Seen(("a", "b"), 0), Seen(("a", "b"), 1, backend="NVSHMEM"))
+    (fault,) = {fault for fault, _ in told}
+    assert "rank 1" in str(fault) and "NVSHMEM" in str(fault)
+    assert outcomes(Seen(("a",), backend=None), Seen(("b",))) == [(None, "1")] * 2
+
+
 def test_a_gpu_that_cannot_reach_its_peer_s_is_named_on_all_ranks():
     told = outcomes(Seen(("a", "b"), 0), Seen(("a", "b"), 1, unreachable=("a",)))
     assert {fault for fault, _ in told} == {"the GPU of rank 1 cannot access the memory of rank 0's"}
@@ -122,7 +144,20 @@ def test_gpus_without_native_atomics_between_them_are_named_on_all_ranks():
     assert "the GPU of rank 1 has no native atomics in the memory of rank 2's" in str(fault)
 
 
-@pytest.mark.parametrize("broken", ["get_device_properties", "can_device_access_peer", "cuDeviceGetP2PAttribute"])
+@pytest.mark.parametrize(
+    "given, text", [("unreachable", "cannot access the memory of rank 0's"), ("not_atomic", "has no native atomics")]
+)
+def test_of_gpus_that_cuda_does_not_show_nvml_is_asked(given, text):
+    """With one visible device a rank, on a PCIe box: torch would map the memory, and flags would be lost."""
+    told = outcomes(Seen(("a",), hidden=("b",)), Seen(("b",), hidden=("a",), **{given: ("a",)}))
+    (fault,) = {fault for fault, _ in told}
+    assert "the GPU of rank 1 " in str(fault) and text in str(fault)
+    assert outcomes(Seen(("a",), hidden=("b",)), Seen(("b",), hidden=("a",))) == [(None, "1")] * 2
+
+
+@pytest.mark.parametrize(
+    "broken", ["get_device_properties", "can_device_access_peer", "cuDeviceGetP2PAttribute", "hidden_p2p"]
+)
 def test_what_raises_on_one_rank_is_told_to_all(broken):
     told = outcomes(Seen(("a", "b"), 0), Seen(("a", "b"), 1, broken=broken), Seen(("c",), 0))
     faults = {fault for fault, _ in told}
@@ -132,22 +167,35 @@ def test_what_raises_on_one_rank_is_told_to_all(broken):
 def test_only_cpu_ranks_need_one_pid_namespace_and_to_watch_each_other():
     apart = Seen(("a",), namespace="one"), Seen(("b",), namespace="two")
     blind = Seen(("a",), pidfd=False), Seen(("b",), pidfd=False)
-    assert outcomes(*apart) == outcomes(*blind) == [(None, "1")] * 2
-    for seen, text in ((apart, "spans PID namespaces"), (blind, "cannot watch process")):
+    old = Seen(("a",), pidfd=None), Seen(("b",), pidfd=None)  # many builds of Python know older kernels only
+    assert outcomes(*apart) == outcomes(*blind) == outcomes(*old) == [(None, "1")] * 2
+    for seen, text in (
+        (apart, "spans PID namespaces"),
+        (blind, "cannot watch process"),
+        (old, "cannot watch process"),
+    ):
         for fault, _ in outcomes(*seen, device="cpu"):
             assert text in str(fault)
 
 
-def test_gpu_ranks_in_several_pid_namespaces_that_torch_s_handles_cannot_reach_say_so(tmp_path):
+def test_gpu_ranks_that_torch_s_handles_cannot_reach_say_so(tmp_path):
     """Otherwise one raises in torch's rendezvous and its peers wait, or a rank maps its own memory as a peer's."""
     folders = Seen(("a",)), Seen(("b",), namespace="two", folder=str(tmp_path))
     missing = Seen(("a",)), Seen(("b",), namespace="two", folder=str(tmp_path / "none"))
     pids = Seen(("a",), pid=7), Seen(("b",), namespace="two", pid=7)
-    for seen in (folders, missing, pids):
-        for fault, variable in outcomes(*seen):
-            assert "one /tmp and different process ids" in str(fault) and variable is None
     here = Seen(("a",)), Seen(("b",), folder=str(tmp_path))
-    assert outcomes(*here) == [(None, "1")] * 2, "in one namespace torch is left to its own means"
+    for seen in (folders, missing, pids, here):
+        for fault, variable in outcomes(*seen):
+            assert "one TMPDIR (or /tmp)" in str(fault) and "different process ids" in str(fault) and variable is None
+        assert outcomes(*seen, device="cpu")[0][0] == (None if seen is here else "the group spans PID namespaces")
+
+
+def test_gpu_ranks_whose_sockets_would_have_too_long_a_name_say_so(tmp_path):
+    """torch copies it into the 108 bytes of a socket's address unseen."""
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    seen = Seen(("a",), folder=str(deep)), Seen(("b",), folder=str(deep))
+    assert all("one TMPDIR" in str(fault) for fault, _ in outcomes(*seen))
 
 
 def test_gpus_of_several_hosts_in_one_nvlink_domain_share_memory():
@@ -217,6 +265,60 @@ def test_a_domain_is_a_cluster_and_a_clique_in_which_memory_can_be_passed_on():
     assert domain_by(Driver(clique=6)) != domain_by(driver)
 
 
+class Nvml:
+    """libnvidia-ml of a machine with some GPUs; `refused`: pairs of what is asked of, and of which capability."""
+
+    def __init__(self, *uuids: str, refused: tuple[tuple[str, str, int], ...] = (), broken: str = "") -> None:
+        self.uuids, self.refused, self.broken, self.begun = uuids, refused, broken, 0
+
+    def nvmlInit_v2(self) -> int:
+        self.begun += 1
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        self.begun -= 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, gpu) -> int:
+        name = uuid.decode().removeprefix("GPU-")
+        if name not in self.uuids:
+            return 6  # NVML_ERROR_NOT_FOUND
+        gpu._obj.value = 1 + self.uuids.index(name)
+        return 0
+
+    def nvmlDeviceGetP2PStatus(self, mine, theirs, capability: int, status) -> int:
+        if self.broken:
+            return 999
+        names = (self.uuids[gpu.value - 1] for gpu in (mine, theirs))
+        status._obj.value = 5 if (*names, capability) in self.refused else 0  # NVML_P2P_STATUS_NOT_SUPPORTED
+        return 0
+
+
+@pytest.mark.parametrize(
+    "nvml, want",
+    [
+        (Nvml("a", "b"), (True, True)),
+        (Nvml("a", "b", refused=(("a", "b", 3),)), (True, False)),
+        (Nvml("a", "b", refused=(("a", "b", 1), ("a", "b", 3))), (False, False)),
+        (Nvml("a", "b", refused=(("b", "a", 1), ("a", "b", 2))), (True, True)),
+        (Nvml("a"), None),
+        (Nvml("a", "b", broken="yes"), None),
+    ],
+)
+def test_nvml_tells_of_hidden_gpus_whether_stores_and_atomics_reach_them(nvml, want):
+    with patch.object(process_world.ctypes, "CDLL", lambda _: nvml):
+        assert process_world.hidden_p2p("a", "b") == want
+    assert nvml.begun == 0
+
+
+def test_without_nvml_nothing_is_known_of_hidden_gpus():
+    def missing(_: str) -> None:
+        raise OSError("no such library")
+
+    with patch.object(process_world.ctypes, "CDLL", missing):
+        assert process_world.hidden_p2p("a", "b") is None
+
+
 @pytest.mark.parametrize("info", [{"state": 2}, {"status": 10}, {"cluster": bytes(16)}])
 def test_a_gpu_whose_network_is_not_up_or_ends_at_its_host_is_in_no_domain(info):
     """An H100 behind switches of its host reports a finished network, of no cluster."""
@@ -236,10 +338,59 @@ def test_what_the_driver_refuses_is_named_and_nothing_is_kept(broken):
     assert driver.calls.count("cuMemRelease") == (broken == "cuMemExportToShareableHandle")
 
 
+class Bound:
+    """A process group of GPUs whose rank was given one, as init_process_group(device_id=...) does."""
+
+    group_name = "bound"
+    _device_types = (torch.device("cuda"),)
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.bound_device_id = device
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("given, want", [(torch.device("cuda", 3), 3), (None, 1)])
+def test_a_rank_has_the_gpu_that_its_group_was_given_or_else_the_current_one(monkeypatch, given, want):
+    """Objects are exchanged with that one current: torch takes the current one for them."""
+    current = [1]
+
+    class Current:
+        def __init__(self, device: torch.device) -> None:
+            self.index, self.before = device.index, current[0]
+
+        def __enter__(self) -> None:
+            current[0] = self.index
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    def gather(out: list, value: int, group: Bound) -> None:
+        out[:] = [current[0]] * 2
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    group = Bound(given)
+    own = ProcessWorld(group)  # type: ignore[arg-type]
+    assert own.device == torch.device("cuda", want)
+    assert own.exchange(0) == [want] * 2 and current == [1]
+
+
 def watched(group, namespace: str) -> set[int]:
     own = ProcessWorld(dist.group.WORLD)
     own.device = torch.device("cuda", 0)
-    with patch.object(process_world, "pid_namespace", lambda: namespace), patch.object(own, "_gpu_fault"):
+    with (
+        patch.object(process_world, "on", lambda _: nullcontext()),
+        patch.object(process_world, "pid_namespace", lambda: namespace),
+        patch.object(own, "_gpu_fault"),
+    ):
         own.shared_memory_fault()
     return set(own._pidfds)
 

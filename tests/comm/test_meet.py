@@ -1,6 +1,7 @@
 """Calls as GPUs make them: no signal of the host's, ranks meet by a kernel, here interpreted by several processes."""
 
 import time
+from threading import get_ident
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +81,45 @@ def test_a_fused_call_needs_no_meeting_once_a_graph_counts_too(engine, meets, in
     assert workspace._fused_last == (not meets)
 
 
+def threads_that_allocate(group) -> tuple[bool, bool, list[float]]:
+    """Whether regions and tables of addresses are made in the calling thread, and what a call then reads."""
+    comm = as_on_a_gpu(group)
+    workspace, regions, tables = comm.workspace, set(), set()
+    allocate, make_view = comm.world.allocate, workspace._make_view
+    comm.world.allocate = lambda nbytes: (regions.add(get_ident()), allocate(nbytes))[1]
+    workspace._make_view = lambda: (tables.add(get_ident()), make_view())[1]
+    read = gather(comm, 3.0, (1,) * comm.world_size, 4)  # which meets before it grows
+    return get_ident() in regions, get_ident() in tables, read.unique().tolist()
+
+
+def test_what_a_workspace_keeps_is_allocated_outside_of_a_graph_s_pool():
+    """torch.compile(mode="reduce-overhead") warms up with all allocations of the thread in one, and raises for what
+    stays there.
+    """
+    assert world(2).run(threads_that_allocate, fresh=True) == [(False, False, [3.0])] * 2
+
+
+def without_room(group) -> tuple[str, bool]:
+    """Growth that fails on all ranks, on a workspace that a graph names."""
+    comm = as_on_a_gpu(group)
+    comm.workspace.grow(1 << 10)
+    comm.workspace._in_graph = True
+
+    def full(nbytes: int) -> None:
+        raise RuntimeError(f"no room for {nbytes} bytes")
+
+    comm.world.allocate = full
+    try:
+        comm.workspace.grow(1 << 14)
+    except RuntimeError as error:
+        return str(error), comm.workspace._in_graph
+    return "", False
+
+
+def test_growth_that_fails_leaves_the_workspace_as_it_was():
+    assert world(2).run(without_room, fresh=True) == [("no room for 32768 bytes", True)] * 2
+
+
 def disagree(group, odd_rank: int, collective: bool, grown: bool) -> tuple[str, str, float]:
     """One call in which a rank has another width; then what the next look at the group raises."""
     comm = as_on_a_gpu(group)
@@ -117,6 +157,48 @@ def test_ranks_that_disagree_do_not_grow():
     """Growing is collective: a rank that goes there alone would wait for ever."""
     for early, later, seconds in world(2).run(disagree, 0, False, False, fresh=True):
         assert early.startswith("SignatureMismatch") and later == early and seconds < 30, (early, later)
+
+
+def left_by(group, raisers: tuple[int, ...], engine: str) -> tuple[str, str, float, bool]:
+    """A call in which some ranks raise: what this one's raises, and the next look; whether the next call is right."""
+    comm = as_on_a_gpu(group)
+    fusedtp.set_timeout(group, 10.0)
+    fusedtp.reserve(group, 1 << 12)
+    begin, early = time.monotonic(), ""
+    try:
+        if comm.rank in raisers:
+            with comm.workspace.call(Signature(**FIELDS | {"sizes": (1,) * comm.world_size}), 64) as call:
+                if engine == "triton":
+                    call.kernel_view()
+                raise RuntimeError("out of memory")
+        elif engine == "triton":
+            fusedtp.matmul_all_reduce(torch.ones(3, 4), torch.ones(3, 4), group, engine=engine)
+        else:
+            gather(comm, 1.0, (1,) * comm.world_size, 4)
+    except RuntimeError as error:
+        early = str(error)
+    seconds = time.monotonic() - begin
+    try:
+        fusedtp.check(group)
+    except Exception as error:
+        return early, f"{type(error).__name__}: {error}", seconds, False
+    return early, "", seconds, bool(gather(comm, 2.0, (1,) * comm.world_size, 4).eq(2.0).all())
+
+
+@pytest.mark.parametrize("engine", ["chunked", "triton"])
+def test_a_rank_that_raises_in_a_call_is_named_at_once_and_the_group_is_at_its_end(engine):
+    """Not after the timeout. And if it went on, its next call would be taken for this one."""
+    outcomes = world(3).run(left_by, (1,), engine, fresh=True)
+    for rank, (early, later, seconds, _) in enumerate(outcomes):
+        assert early == ("out of memory" if rank == 1 else "") and seconds < 8, (rank, early, seconds)
+        assert later.startswith("PeerFailed") and "rank 1 raised in a call" in later, (rank, later)
+
+
+@pytest.mark.parametrize("engine", ["chunked", "triton"])
+def test_where_all_ranks_raise_in_a_call_the_group_stays_usable(engine):
+    outcomes = world(3).run(left_by, (0, 1, 2), engine, fresh=True)
+    assert [outcome[:2] for outcome in outcomes] == [("out of memory", "")] * 3
+    assert all(right for *_, right in outcomes)
 
 
 def late(group, seconds: float) -> str:

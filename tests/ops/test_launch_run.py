@@ -5,17 +5,20 @@ from __future__ import annotations
 import random
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from fusedtp import VirtualWorld
 from fusedtp.comm import communicator
 from fusedtp.comm.device_view import DeviceView
 from fusedtp.ops.launch import Config, Launch
+from fusedtp.ops.launch.run import check
 
 W = 4
 
@@ -60,3 +63,14 @@ def test_ranks_of_one_gpu_compile_one_by_one_and_go_on_when_all_have_started():
 
     assert VirtualWorld(W).run(body) == [W] * W
     assert len(kernel.started) == W
+
+
+def test_operands_on_another_gpu_than_the_group_s_are_refused():
+    """Its kernel would store where this GPU reaches nothing, which ends the process's use of it."""
+    pytest.importorskip("triton")
+    with FakeTensorMode():
+        x, w = (torch.empty(4, 32, device="cuda:1") for _ in range(2))
+        for index in (0, 1):
+            view = device_view_of(epoch=torch.empty(4, device=f"cuda:{index}"), slot_bytes=4096)
+            with nullcontext() if index == 1 else pytest.raises(ValueError, match=r"cuda:1.* memory is on cuda:0"):
+                check(view, 64, x, [w])

@@ -38,6 +38,11 @@ def check(
 ) -> None:
     """Raise on user errors; assert the caller's invariants. rows: of all ranks, if x has only this rank's."""
     check_tensors(x, others, rows, dtypes)
+    if view.epoch.device != x.device:
+        raise ValueError(
+            f"x is on {x.device}, and the group's memory is on {view.epoch.device}, the current device when the group "
+            "was first used: call torch.cuda.set_device before"
+        )
     assert view.slot_bytes % 16 == 0 and nbytes <= view.slot_bytes, (nbytes, view.slot_bytes)
 
 
