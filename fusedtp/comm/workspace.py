@@ -41,7 +41,8 @@ of the working dtype. A group holds two slots, sized for the largest of its call
 
 So two slots are at most twice the largest gathered or scattered tensor, except for the kernels that reduce: they push
 W partials of a rank's rows into that rank's slot, and all ranks have slots of the same size. With an even split of rows
-that is T * N, rounded up to W equal shards; if one rank has all rows, it is W times as much.
+that is T * N, rounded up to W equal shards; if one rank has all rows, it is W times as much. Slots that have grown may
+be an eighth larger, see `grow`.
 
 Note [Signatures]
 A call's signature is stored next to its flag before the flag is released; the peer that waits for the flag compares it.
@@ -304,13 +305,16 @@ class Workspace:
         return self.on_cpu or (self.epochs is not None and self.side is not None)
 
     def grow(self, nbytes: int) -> None:
-        """Collective: make each slot hold `nbytes`. All ranks decide alike, because `nbytes` is equal on all."""
+        """Collective: make each slot hold `nbytes`. All ranks decide alike, because `nbytes` is equal on all.
+
+        A slot grows by an eighth at least: batches that get longer little by little would allocate again and again.
+        """
         if nbytes <= self.slot_bytes:
             return
         self.refuse_capture()
         finish(self.device)
         self.world.barrier()
-        slot = round_up(nbytes)
+        slot = round_up(max(nbytes, self.slot_bytes * 9 // 8))
         data = self._apart(lambda: self.world.allocate(2 * slot))
         if self._in_graph:
             self._kept.append((self.data, self._view))  # a captured graph uses their addresses

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusedtp.comm import Signature, VirtualWorld, communicator, reserve
+from fusedtp.comm.memory import round_up
 from tests.harness import PerRank, world
 
 FIELDS = {"operation": "all_gather_matmul", "engine": "chunked", "dtype": torch.float32, "features": 4}
@@ -177,6 +178,22 @@ def poison(group) -> bool:
 
 def test_poison_fills_every_rank_with_nan():
     assert world(2).run(poison) == [True, True]
+
+
+def grow_slowly(group, unit: int) -> tuple[int, int]:
+    """Batches that get a page longer each: how often memory was allocated, and the first size of a slot."""
+    workspace, sizes = communicator(group).workspace, []
+    for pages in range(8, 64):
+        workspace.grow(pages * unit)
+        sizes.append(workspace.slot_bytes)
+        assert pages * unit <= workspace.slot_bytes <= pages * unit * 9 // 8 + unit
+    return len(set(sizes)), sizes[0]
+
+
+def test_batches_that_get_longer_little_by_little_seldom_allocate():
+    unit = round_up(1)
+    for grown, first in world(2).run(grow_slowly, unit, fresh=True):
+        assert first == 8 * unit and grown < 20  # of 56, log(8) / log(9 / 8) = 18
 
 
 def grown_without_a_switch(group) -> list[str]:
