@@ -511,14 +511,19 @@ class Batches:
 
     def step(self, scale: float = 1.0) -> Iterator[Microbatch]:
         """This rank's microbatches of the next step; their loss is to be multiplied by a scale."""
-        numbers = np.arange(self.samples, self.samples + self.batch)
+        starts = self.train.starts(self.seed, np.arange(self.samples, self.samples + self.batch))
         self.samples += self.batch
-        return self._split(self.train, self.train.starts(self.seed, numbers), self.accumulate, scale)
+        return self._split(self.train, starts, self.accumulate, max(1, self.train.num_labels(starts)) / scale)
 
     def validation(self, count: int, pieces: int = 1) -> Iterator[Microbatch]:
-        """This rank's part of `count` batches of held-out text in `pieces` each, the same ones every time."""
-        for starts in self.held_out.spread(count * self.batch).reshape(count, -1):
-            yield from self._split(self.held_out, starts, pieces)
+        """This rank's part of `count` batches of held-out text in `pieces` each, the same ones every time.
+
+        The mean of the batches' losses is that over all of their labels.
+        """
+        starts = self.held_out.spread(count * self.batch)
+        num_labels = max(1, self.held_out.num_labels(starts)) / count
+        for each in starts.reshape(count, -1):
+            yield from self._split(self.held_out, each, pieces, num_labels)
 
     def prompt(self, size: int) -> list[int]:
         """The first tokens of the held-out text."""
@@ -530,13 +535,13 @@ class Batches:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.samples = state_dict["samples"]
 
-    def _split(self, windows: Windows, starts: np.ndarray, accumulate: int, scale: float = 1.0) -> Iterator[Microbatch]:
-        num_labels = max(1, windows.num_labels(starts)) / self.dp / scale
+    def _split(self, windows: Windows, starts: np.ndarray, accumulate: int, num_labels: float) -> Iterator[Microbatch]:
         for microbatch, rows in enumerate(starts.reshape(accumulate, self.dp, -1)[:, self.dp_rank]):
             with self.clocks("data"):
                 input_ids, labels, positions, document_ids = windows.read(rows)
                 place = (microbatch * self.dp + self.dp_rank) * rows.size * windows.length
-                found = Microbatch(input_ids, labels, place, num_labels, positions, document_ids).to(self.device)
+                found = Microbatch(input_ids, labels, place, num_labels / self.dp, positions, document_ids)
+                found = found.to(self.device)
             yield found
 
 
