@@ -1,6 +1,7 @@
 """Fine-tuning of models of transformers: a run equals one process, what is saved loads, and refusals are one line."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,23 @@ def test_defaults_are_of_what_is_trained(folder):
     assert rate("--model", str(folder), "--lr", "0.01") == 0.01
     first = launch.parse_finetune(["--steps", "50"])
     assert first.optim.warmup == 5 and first.parallel.tp == 2
+
+
+def test_a_resumed_run_has_the_options_that_it_had(corpus, folder, tmp_path):
+    """Those that depend on what is trained, too, and the folder of the trained model."""
+    out = tmp_path / "out"
+    begun = ["--model", str(folder), "--tp", "1", "--lr", "0.01", "--warmup", "0", "--out", str(out)]
+    sizes = ["--steps", "2", "--batch", "2", "--length", "16", "--data", str(corpus), "--runs", str(tmp_path)]
+    assert cli.main(["finetune", *begun, *sizes]) == 0
+    before = launch.parse_finetune([*begun, *sizes])
+    resumed = ["--runs", str(tmp_path), "--resume"]
+    found = launch.parse_finetune(resumed)
+    assert found.run.resume and found.out == out and found.to_dict() == before.to_dict()
+    found = launch.parse_finetune([*resumed, "--lr", "0.02", "--out", "other"])
+    assert (found.optim.lr, found.optim.steps, found.out) == (0.02, 2, Path("other"))
+    shutil.rmtree(out)
+    assert cli.main(["finetune", *resumed, "--steps", "3"]) == 0
+    assert len(losses(tmp_path / "finetune")) == 3 and (out / "model.safetensors").exists()
 
 
 def error_of(capsys, *more: str) -> str:
