@@ -576,13 +576,17 @@ FINETUNE = FinetuneConfig(
 
 def finetune_main(argv: list[str]) -> int:
     """Run the job, or one rank of it under torchrun; returns the exit code."""
-    config = parse_finetune(argv)
+    config, place = parse_finetune(argv), torchrun_place() or Place()
     found = folder_faults(config.out) if config.out is not None else []
     if found:
-        report(found, "finetune")
+        if place.local_rank == 0:
+            report(found, "finetune")
         return WRONG_USAGE
     code = start(config, argv, "finetune")
-    if code or config.out is None or torchrun_place() is not None:
+    if code or config.out is None or place.rank or _asked_before():
+        return code
+    if ended_in_order(config.run.folder):  # by a signal, before the last step
+        print(f"not all steps are trained: {config.out} is not written")
         return code
     try:
         return runs.export(runs.CheckpointsOptions("export", config.run.folder, config.out))
