@@ -275,6 +275,25 @@ def test_an_exported_model_has_the_special_ids_of_its_vocabulary(vocabulary, tmp
         assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == wanted, kind
 
 
+@pytest.mark.parametrize("of", ["tokenizer", "folder"])
+def test_an_exported_model_generates_as_its_folder_says(vocabulary, tmp_path, of):
+    """The ends and the draw of generation_config.json, but for the ids of another vocabulary."""
+    folder = tmp_path / "model"
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | {"bos_token_id": 1, "eos_token_id": 2}))
+    own = {"bos_token_id": 1, "eos_token_id": [2, 5], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    model.generation_config = transformers.GenerationConfig(**own)
+    model.save_pretrained(folder)
+    if of == "folder":
+        shutil.copytree(vocabulary, folder, dirs_exist_ok=True)
+    more = ["--tokenizer", str(vocabulary)] * (of == "tokenizer")
+    assert cli.main(arguments(folder, tmp_path, "--sample", "0", "--steps", "1", *more)) == 0
+    assert cli.main(["checkpoints", "export", str(tmp_path / "main"), str(tmp_path / "out")]) == 0
+    found = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    if of == "tokenizer":
+        own |= {"bos_token_id": None, "eos_token_id": 3}
+    assert {name: getattr(found, name) for name in own} == own
+
+
 def test_a_run_is_verified_resumed_exported_and_goes_on_with_a_text(folders, tmp_path: Path, capsys):
     folder = folders["llama tied"]
     assert cli.main(arguments(folder, tmp_path, "--verify", "--accumulate", "2")) == 0
