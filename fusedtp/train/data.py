@@ -33,7 +33,7 @@ is a mapping of int64 tensors [B, S], this data-parallel rank's rows:
 
     input_ids
     labels          the token that follows each, -100 for none. Default: the next one of the row and the document
-    positions, document_ids     where documents are kept apart
+    positions, document_ids     where documents are kept apart: either, or both
     attention_mask  may be there if it has no zeros
 
 The iterable starts again when it ends. Its position is saved with a checkpoint: by its own state_dict if it has one,
@@ -59,6 +59,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtp.train.checkpoint import OfRank
@@ -566,17 +567,14 @@ class FromLoader:
     def step(self, scale: float = 1.0) -> Iterator[Microbatch]:
         """The next step's microbatches. Collective over the data-parallel ranks, which count their labels together."""
         with self.clocks("data"):
-            batches = [self._next() for _ in range(self.accumulate)]
+            batches = [_checked(self._next()) for _ in range(self.accumulate)]
         labels = [_labels(batch) for batch in batches]
         count = sum(int((each != IGNORED).sum()) for each in labels)
         num_labels = max(1.0, self.world.mean(torch.tensor(count, device=self.device)))
         self.tokens = self.world.dp * sum(each.numel() for each in labels)
         for number, (batch, own) in enumerate(zip(batches, labels, strict=True)):
             place = (number * self.world.dp + self.world.dp_rank) * own.numel()
-            yield Microbatch(
-                batch["input_ids"], own, place, num_labels / scale, batch.get("positions"),
-                batch.get("document_ids"),
-            ).to(self.device)  # fmt: skip
+            yield Microbatch(batch["input_ids"], own, place, num_labels / scale, *_documents(batch)).to(self.device)
 
     def _next(self) -> Mapping[str, Tensor]:
         self.taken += 1
@@ -615,11 +613,28 @@ class FromLoader:
 READ = ("input_ids", "labels", "positions", "document_ids", "attention_mask")  # of a batch
 
 
+def _checked(batch: Any) -> Mapping[str, Tensor]:
+    """The batch. Raises ValueError for what is none: another type, other names, other shapes."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"a batch is a {type(batch).__name__}; the trainer takes mappings with input_ids")
+    if unknown := [name for name in batch if name not in READ]:
+        raise ValueError(f"a batch has {', '.join(map(repr, unknown))}; the trainer reads {', '.join(READ)}")
+    if "input_ids" not in batch:
+        raise ValueError("a batch has no input_ids")
+    if wrong := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
+        raise ValueError(f"{wrong[0]} is a {type(batch[wrong[0]]).__name__}; the trainer takes tensors")
+    shape = tuple(batch["input_ids"].shape)
+    if len(shape) != 2:
+        raise ValueError(f"input_ids of shape {shape}; wanted are rows of tokens, [B, S]")
+    for name, value in batch.items():
+        if name != "attention_mask" and tuple(value.shape) != shape:
+            raise ValueError(f"{name} of shape {tuple(value.shape)} with input_ids of {shape}")
+    return batch
+
+
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:
     """A batch's labels, or the next token of each. Raises ValueError for what would train something else."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
-    if unknown := [name for name in batch if name not in READ]:
-        raise ValueError(f"a batch has {', '.join(map(repr, unknown))}; the trainer reads {', '.join(READ)}")
     if mask is not None and not bool(mask.all()):
         raise ValueError(
             "attention_mask has zeros, and the trainer does not read it: leave it out, give padding at the end of "
@@ -639,6 +654,18 @@ def _labels(batch: Mapping[str, Tensor]) -> Tensor:
     elif (positions := batch.get("positions")) is not None:
         follows = follows.where(positions[:, 1:] > positions[:, :-1], IGNORED)
     return torch.cat([follows, ids.new_full((len(ids), 1), IGNORED)], 1)
+
+
+def _documents(batch: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """positions and document_ids. Each follows from the other: models of transformers read one, fusedtp.nn's both."""
+    positions, documents = batch.get("positions"), batch.get("document_ids")
+    if positions is None and documents is not None:
+        places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+        begins = places.masked_fill(F.pad(documents[:, 1:] == documents[:, :-1], (1, 0)), 0)
+        positions = places - begins.cummax(1).values
+    if documents is None and positions is not None:
+        documents = F.pad(positions[:, 1:] <= positions[:, :-1], (1, 0)).cumsum(1)
+    return positions, documents
 
 
 def _unshifted(ids: Tensor, labels: Tensor) -> bool:

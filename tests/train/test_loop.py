@@ -24,6 +24,7 @@ from fusedtp.parallel import parallelize
 from fusedtp.train import loop
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches, FromLoader, Microbatch, build_tokens
+from fusedtp.train.foreign import TransformersModel
 from fusedtp.train.mesh import World
 from fusedtp.train.shard import shard
 from fusedtp.train.stages import Pipeline, cut, prune_
@@ -297,6 +298,41 @@ def test_labels_default_to_the_next_token_of_the_document():
     assert torch.equal(batch.labels, ids + 1), "labels that are given stay"
 
 
+@pytest.mark.parametrize("make", [lambda: small_model(0.0), lambda: small_foreign()], ids=["own", "transformers"])
+def test_documents_are_apart_by_positions_or_by_their_numbers(make):
+    """Each by itself says what both say: no document sees another."""
+    ids = torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1], [7, 3, 3, 3, 3, 3, 4, 4, 4]])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 0, 1, 2]])
+
+    def loss(**more: torch.Tensor) -> float:
+        (batch,) = FromLoader([{"input_ids": ids} | more], World()).step()
+        return make()(**batch.arguments()).loss.item()
+
+    want, labels = 0.0, 0
+    for row, of_row in zip(ids, documents, strict=True):
+        for document in of_row.unique():
+            own = row[of_row == document][None]
+            if own.shape[1] > 1:
+                (batch,) = FromLoader([{"input_ids": own}], World()).step()
+                want += make()(**batch.arguments()).loss.item() * (own.shape[1] - 1)
+                labels += own.shape[1] - 1
+    for more in (
+        {"document_ids": documents, "positions": positions},
+        {"document_ids": documents},
+        {"positions": positions},
+    ):
+        assert loss(**more) == pytest.approx(want / labels, rel=1e-5), more.keys()
+
+
+def small_foreign() -> TransformersModel:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+    return TransformersModel(LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.3)))
+
+
 IDS = torch.tensor([[5, 6, 7, 8], [9, 9, 4, 3]])
 
 
@@ -306,12 +342,30 @@ IDS = torch.tensor([[5, 6, 7, 8], [9, 9, 4, 3]])
         ({"labels": IDS}, "labels are input_ids themselves"),
         ({"labels": IDS.masked_fill(IDS > 6, -100)}, "labels are input_ids themselves"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])}, r"attention_mask has zeros.*labels of -100"),
+        ({"labels": IDS[:, 1:]}, r"labels of shape \(2, 3\) with input_ids of \(2, 4\)"),
+        ({"positions": IDS[0]}, r"positions of shape \(4,\) with input_ids of \(2, 4\)"),
         ({"position_ids": IDS, "idx": IDS}, r"a batch has 'position_ids', 'idx'; the trainer reads input_ids, labels"),
     ],
 )
 def test_batches_that_would_train_something_else_are_refused(batch: dict[str, torch.Tensor], why: str):
     with pytest.raises(ValueError, match=why):
         next(FromLoader([{"input_ids": IDS} | batch], World()).step())
+
+
+@pytest.mark.parametrize(
+    ("batch", "why"),
+    [
+        ([IDS], "a batch is a list; the trainer takes mappings with input_ids"),
+        (IDS, "a batch is a Tensor; the trainer takes mappings with input_ids"),
+        ({"labels": IDS}, "a batch has no input_ids"),
+        ({"input_ids": IDS[0]}, r"input_ids of shape \(4,\); wanted are rows of tokens, \[B, S\]"),
+        ({"input_ids": IDS.tolist()}, "input_ids is a list; the trainer takes tensors"),
+    ],
+)
+def test_what_is_no_batch_is_refused(batch: Any, why: str):
+    """A TensorDataset gives lists, a tokenizer lists of lists."""
+    with pytest.raises(ValueError, match=why):
+        next(FromLoader([batch], World()).step())
 
 
 def test_a_batch_of_transformers_collator_is_refused():
