@@ -66,7 +66,7 @@ class Trainer:
     kind        of data parallelism, as given to fusedtp.train.shard
     seed        of dropout
     saver       saves after a step, and stops after a signal
-    validate    the validation loss, after every val_every steps and the last
+    validate    the validation loss, after every val_every steps (0: none of them) and the last
     watch       times the ranks; guard: what becomes of steps that are not finite. Default: stop
     Collective: all ranks make one together. Raises TypeError, ValueError for a model or a mesh that it cannot train.
     """
@@ -120,7 +120,8 @@ class Trainer:
         while self.step < steps:
             last = self.step + 1 == steps
             self.train_step(last)
-            if self.validate is not None and (last or self.step % self.val_every == 0):
+            due = last or (self.val_every > 0 and self.step % self.val_every == 0)
+            if self.validate is not None and due:
                 with self.watch.clocks(APART):
                     loss = self.validate()
                 self.metrics.validation(self.step - 1, loss)

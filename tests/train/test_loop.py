@@ -298,6 +298,16 @@ def test_labels_default_to_the_next_token_of_the_document():
     assert torch.equal(batch.labels, ids + 1), "labels that are given stay"
 
 
+@pytest.mark.parametrize(("val_every", "steps"), [(0, [2]), (2, [1, 2])])
+def test_validation_comes_last_or_every_so_many_steps(val_every: int, steps: list[int]):
+    model = small_model(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [{"input_ids": torch.arange(10).view(2, 5)}]
+    trainer = loop.Trainer(model, batches, optimizer, validate=lambda: 1.5, val_every=val_every)
+    assert trainer.train(3)
+    assert trainer.metrics.validations == [{"step": step, "val_loss": 1.5} for step in steps]
+
+
 @pytest.mark.parametrize("make", [lambda: small_model(0.0), lambda: small_foreign()], ids=["own", "transformers"])
 def test_documents_are_apart_by_positions_or_by_their_numbers(make):
     """Each by itself says what both say: no document sees another."""
