@@ -569,12 +569,12 @@ class FromLoader:
         with self.clocks("data"):
             batches = [_checked(self._next()) for _ in range(self.accumulate)]
         labels = [_labels(batch) for batch in batches]
-        count = sum(int((each != IGNORED).sum()) for each in labels)
-        num_labels = max(1.0, self.world.mean(torch.tensor(count, device=self.device)))
-        self.tokens = self.world.dp * sum(each.numel() for each in labels)
-        for number, (batch, own) in enumerate(zip(batches, labels, strict=True)):
-            place = (number * self.world.dp + self.world.dp_rank) * own.numel()
-            yield Microbatch(batch["input_ids"], own, place, num_labels / scale, *_documents(batch)).to(self.device)
+        own = [sum(int((each != IGNORED).sum()) for each in labels), sum(each.numel() for each in labels)]
+        counted, tokens = self.world.means(torch.tensor(own, device=self.device))
+        num_labels, self.tokens = max(1 / self.world.dp, counted), round(tokens * self.world.dp)
+        for number, (batch, each) in enumerate(zip(batches, labels, strict=True)):
+            place = (number * self.world.dp + self.world.dp_rank) * each.numel()
+            yield Microbatch(batch["input_ids"], each, place, num_labels / scale, *_documents(batch)).to(self.device)
 
     def _next(self) -> Mapping[str, Tensor]:
         self.taken += 1

@@ -298,6 +298,28 @@ def test_labels_default_to_the_next_token_of_the_document():
     assert torch.equal(batch.labels, ids + 1), "labels that are given stay"
 
 
+def counted(group: Any, lengths: list[int], labels: list[int]) -> tuple[int, float]:
+    """Tokens of a step, and what its losses are divided by, of ranks with so long rows and so many labels."""
+    mesh, flat = meshes_of(2)
+    rank = group.rank()
+    ids = torch.ones(2, lengths[rank], dtype=torch.int64)
+    given = torch.full_like(ids, -100)
+    given.view(-1)[: labels[rank]] = 3
+    batch = {"input_ids": ids, "labels": given}
+    loader = FromLoader([batch], World(2, rank=rank, mesh=mesh, flat=flat))
+    (made,) = loader.step()
+    return loader.tokens, made.num_labels
+
+
+@pytest.mark.parametrize(
+    ("lengths", "labels", "want"),
+    [([8, 4], [3, 2], (24, 2.5)), ([4, 8], [1, 0], (24, 0.5)), ([4, 4], [0, 0], (16, 0.5))],
+)
+def test_tokens_and_labels_are_those_of_all_ranks(worlds, lengths: list[int], labels: list[int], want):
+    """A single label on two ranks too: the mean over ranks of what is divided by a half is its loss."""
+    assert worlds(2).run(counted, lengths, labels) == [want] * 2
+
+
 @pytest.mark.parametrize(("val_every", "steps"), [(0, [2]), (2, [1, 2])])
 def test_validation_comes_last_or_every_so_many_steps(val_every: int, steps: list[int]):
     model = small_model(0.0)
