@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -401,6 +402,31 @@ def test_ids_that_a_model_does_not_have_are_refused(tmp_path: Path):
     assert refusals(f"--model llama {ids}") == refusals(f"--model {config_file(tmp_path, vocab_size=500)} {ids}") == []
     path = config_file(tmp_path, vocab_size=499)
     assert refusals(f"--model {path} {ids}") == [f"{path} has 499 tokens, fewer than --vocab-size 500"]
+
+
+POSITIONS = dict(vocab_size=256, hidden_size=16, max_position_embeddings=32, num_hidden_layers=1, num_attention_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "most"),
+    [
+        ("gpt2", {}, 32),
+        ("opt", {"word_embed_proj_dim": 16, "ffn_dim": 16}, 32),  # its table has two rows more
+        ("gptj", {"rotary_dim": 8}, 32),  # of sines, and no parameter
+        ("roberta", {"is_decoder": True, "intermediate_size": 16, "pad_token_id": 1}, 30),  # counts from 2 on
+        ("llama", {"intermediate_size": 16}, None),
+    ],
+)
+def test_windows_longer_than_a_models_table_of_positions_are_refused(tmp_path: Path, model_type, more, most):
+    path = tmp_path / "config.json"
+    transformers.CONFIG_MAPPING[model_type](**POSITIONS | more).to_json_file(path)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path)).eval()
+    for length in (30, 32, 33):
+        fits = most is None or length <= most
+        says = [] if fits else [f"--length {length}: {path} has positions for {most} tokens"]
+        assert refusals(f"--model {path} --length {length}") == says
+        with nullcontext() if fits else pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.arange(3, 3 + length)[None])
 
 
 def test_a_small_copy_shows_a_loss_of_its_own_and_stages_that_differ(monkeypatch):
