@@ -258,7 +258,8 @@ def build_tokens(paths: tuple[Path, ...], cache: Path, tokenizer: Tokenizer | No
     cache.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=cache))
     try:
-        _write_tokens(texts, draft, tokenizer, quiet)
+        taken = {text.path for text in texts}
+        _write_tokens(texts, draft, tokenizer, quiet, [path for path in candidates if path not in taken])
         draft.chmod(0o755)
         os.rename(draft, folder)
     except OSError:
@@ -283,7 +284,18 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _write_tokens(texts: list[Text], folder: Path, tokenizer: Tokenizer, quiet: bool) -> None:
+def left_out(folder: Path) -> str:
+    """Which of the files that were given are not among the tokens of a folder, in words; empty where all are."""
+    index = json.loads((folder / "index.json").read_text())
+    paths = index.get("left_out", [])
+    if not paths:
+        return ""
+    every = len(paths) + len(index["train"]) + len(index["held_out"])
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return f"left out: {len(paths)} of {every} files, no UTF-8 text or copies of others: {', '.join(paths[:3])}{more}"
+
+
+def _write_tokens(texts: list[Text], folder: Path, tokenizer: Tokenizer, quiet: bool, others: Collection[Path]) -> None:
     from rich.progress import track  # benchmarks on a bare box read nothing
 
     held, tail_of, tail = hold_out(texts)
@@ -311,6 +323,7 @@ def _write_tokens(texts: list[Text], folder: Path, tokenizer: Tokenizer, quiet: 
         "train": [str(text.path) for text in texts if text.path not in held],
         "held_out": [str(text.path) for text in texts if text.path in held],
         "tail_held_out": {"path": str(tail_of), "size": tail} if tail_of else None,
+        "left_out": [str(path) for path in others],
     }
     (folder / "index.json").write_text(json.dumps(index, indent=1))
 
