@@ -32,6 +32,7 @@ SHAPE: dict[str, Any] = dict(
     num_hidden_layers=4, bos_token_id=0, eos_token_id=0, pad_token_id=None, tie_word_embeddings=False,
     max_position_embeddings=64, initializer_range=0.3,
 )  # fmt: skip
+POSITIONS = dict(vocab_size=256, hidden_size=16, max_position_embeddings=32, num_hidden_layers=1, num_attention_heads=2)
 # Classes, and not names: they are imported before ranks are forked.
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaForCausalLM, {}),
@@ -295,6 +296,18 @@ def test_an_exported_model_generates_as_its_folder_says(vocabulary, tmp_path, of
     assert {name: getattr(found, name) for name in own} == own
 
 
+@pytest.mark.parametrize(
+    ("model_type", "said"), [("gpt2", "embd_pdrop 0.1, resid_pdrop 0.2"), ("llama", None)], ids=["gpt2", "llama"]
+)
+def test_dropout_that_stays_off_is_said(tmp_path: Path, capsys, model_type: str, said: str | None):
+    path = tmp_path / "config.json"
+    rates = {"resid_pdrop": 0.2, "attn_pdrop": 0.0} if said else {"intermediate_size": 16}
+    transformers.CONFIG_MAPPING[model_type](**POSITIONS | rates).to_json_file(path)
+    assert cli.main(arguments(path, tmp_path, "--sample", "0", "--steps", "1", "--no-save")) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("dropout")]
+    assert lines == ([] if said is None else [f"dropout stays off; the model's configuration has {said}"])
+
+
 def test_a_run_is_verified_resumed_exported_and_goes_on_with_a_text(folders, tmp_path: Path, capsys):
     folder = folders["llama tied"]
     assert cli.main(arguments(folder, tmp_path, "--verify", "--accumulate", "2")) == 0
@@ -402,9 +415,6 @@ def test_ids_that_a_model_does_not_have_are_refused(tmp_path: Path):
     assert refusals(f"--model llama {ids}") == refusals(f"--model {config_file(tmp_path, vocab_size=500)} {ids}") == []
     path = config_file(tmp_path, vocab_size=499)
     assert refusals(f"--model {path} {ids}") == [f"{path} has 499 tokens, fewer than --vocab-size 500"]
-
-
-POSITIONS = dict(vocab_size=256, hidden_size=16, max_position_embeddings=32, num_hidden_layers=1, num_attention_heads=2)
 
 
 @pytest.mark.parametrize(
