@@ -99,6 +99,12 @@ class Trainer:
                 f"{type(model).__name__} is no fusedtp.nn.CausalLM; one of transformers goes into a "
                 "fusedtp.train.foreign.TransformersModel"
             )
+        own = {id(parameter) for parameter in model.parameters()}
+        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                "the optimizer has parameters that are not the model's: was it made before parallelize, shard or "
+                "to_empty, which put others in their place?"
+            )
         device = next(model.parameters()).device
         self.world = world = mesh if isinstance(mesh, World) else World.of(mesh, device)
         self.batches = batches if isinstance(batches, Batches) else FromLoader(batches, world, accumulate)

@@ -434,6 +434,27 @@ def test_what_a_trainer_cannot_train_is_refused():
         loop.Trainer(model, [], torch.optim.SGD(model.parameters()))
 
 
+def test_an_optimizer_of_other_parameters_is_refused(worlds):
+    """Such as one that was made before parallelize, or shard, put others in their place: it would train none."""
+    found = worlds(2).run(early_optimizer)
+    assert all("made before" in each and each.startswith("the optimizer has parameters") for each in found)
+    model, other = small_model(0.0), small_model(0.0)
+    with pytest.raises(ValueError, match="parameters that are not the model's"):
+        loop.Trainer(model, [], torch.optim.SGD(other.parameters()))
+    loop.Trainer(model, [], torch.optim.SGD([model.norm.weight]))  # all others stay as they are
+
+
+def early_optimizer(group: Any) -> str:
+    mesh, model = mesh_of(tp=2), small_model(0.0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    parallelize(model, mesh)
+    try:
+        loop.Trainer(model, [], optimizer, mesh)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def refusal(group: Any, shape: tuple[int, ...], axes: tuple[str, ...]) -> str:
     try:
         World.of(init_device_mesh("cpu", shape, mesh_dim_names=axes), torch.device("cpu"))
