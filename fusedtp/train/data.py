@@ -597,6 +597,11 @@ class FromLoader:
             if (batch := next(self._batches, None)) is not None:
                 return batch
             self._batches = None
+        if self.taken > 1:
+            raise ValueError(
+                f"the data ended after {self.taken - 1} batches and does not start again: a "
+                f"{type(self.loader).__name__} can be read once; give a list or a DataLoader"
+            )
         raise ValueError("the data has no batch")
 
     def state_dict(self) -> dict[str, Any]:

@@ -455,6 +455,14 @@ def early_optimizer(group: Any) -> str:
     return ""
 
 
+def test_an_iterator_that_ends_says_so():
+    loader = FromLoader(iter(own_batches(3)), World())
+    for _ in range(3):
+        list(loader.step())
+    with pytest.raises(ValueError, match="the data ended after 3 batches and does not start again: a list_iterator"):
+        list(loader.step())
+
+
 def refusal(group: Any, shape: tuple[int, ...], axes: tuple[str, ...]) -> str:
     try:
         World.of(init_device_mesh("cpu", shape, mesh_dim_names=axes), torch.device("cpu"))
