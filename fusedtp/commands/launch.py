@@ -331,11 +331,15 @@ def held_faults(folder: Path) -> list[str]:
 
 @contextmanager
 def sole_writer(folder: Path, patience: float = 0.0) -> Iterator[None]:
-    """Hold a run's folder for this process. Raises ValueError where another one does, after so many seconds; a killed
-    one holds nothing."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Hold a run's folder for this process. Raises ValueError where another one does, after so many seconds, and where
+    it cannot be made; a killed process holds nothing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / LOCK, "a+")
+    except OSError as error:
+        raise ValueError(f"cannot write the run to {folder}: {error.strerror}") from error
     until = time.monotonic() + patience
-    with open(folder / LOCK, "a+") as file:
+    with lock as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -406,6 +406,16 @@ def test_two_runs_on_one_folder_are_refused(book, tmp_path, capsys):
     assert cli.main(arguments(book, tmp_path)) == 0
 
 
+def test_a_run_folder_that_cannot_be_made_is_told_in_one_line(tmp_path):
+    """As a rank finds it, on a disk that is full."""
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ValueError, match=r"cannot write the run to .*file/main: Not a directory"),
+        launch.sole_writer(tmp_path / "file" / "main"),
+    ):
+        pytest.fail("it was made")
+
+
 @pytest.mark.parametrize("choice", ["continue", "stop"])
 def test_a_full_disk_ends_the_run_or_not_as_asked(book, tmp_path, monkeypatch, capsys, choice):
     """No file may grow beyond 20 kB while the checkpoint of step 2 is written; there is room again for the next."""
