@@ -431,6 +431,7 @@ def foreign_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
         what = "has no tokenizer" if config.data.tokenizer is None else f"has not that of {config.data.tokenizer}"
         kind = "bytes" if config.data.tokenizer is None else f"its {tokenizer.vocab_size}"
         found.append(f"{config.foreign.model} {what}, and its {vocabulary} tokens are too few for {kind}")
+    found += length_faults(config, adapter)
     found += tp_faults(config, model, dp, tp)
     cuttable = True
     if config.parallel.pp > 1:
@@ -459,6 +460,24 @@ def option_faults(config: TrainConfig) -> list[str]:
     if (config.parallel.ep or 1) > 1 or config.parallel.expert_tp > 1:
         found.append("--ep and --expert-tp with --model: experts of other models lie as their plan says")
     return found
+
+
+def length_faults(config: TrainConfig, model: TransformersModel) -> list[str]:
+    """Whether windows are longer than the model's table of positions, where it has one: learned, or of sines."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return []
+    tables: list[tuple[int, int | None]] = []
+    for module in model.causal.modules():
+        if isinstance(module, nn.Embedding) and module.weight is not model.embedding:
+            tables.append((module.num_embeddings, module.padding_idx))
+        buffers = module.named_buffers(recurse=False)
+        tables += [(len(buffer), None) for name, buffer in buffers if "pos" in name and buffer.dim() == 2]
+    # OPT's table has two rows more; RoBERTa counts from the row after the padding's.
+    room = [most - (0 if padding is None else padding + 1) for rows, padding in tables if rows in (most, most + 2)]
+    if not room or config.data.length <= min(room):
+        return []
+    return [f"--length {config.data.length}: {config.foreign.model} has positions for {min(room)} tokens"]
 
 
 def tp_faults(config: TrainConfig, model: Any, dp: int, tp: int) -> list[str]:

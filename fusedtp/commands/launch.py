@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import json
 import logging
 import os
 import shutil
@@ -39,7 +40,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -77,6 +78,7 @@ from fusedtp.ops.engines import interpreting
 from fusedtp.train.checkpoint import CheckpointError, about, faults_of, path_of, steps_in
 from fusedtp.train.config import (
     CHECKPOINTS,
+    CONFIG,
     DataOptions,
     ForeignOptions,
     OptimOptions,
@@ -86,6 +88,7 @@ from fusedtp.train.config import (
     faults,
     layout,
     parse,
+    resumed,
     saved,
     saved_faults,
     with_dp,
@@ -109,12 +112,7 @@ LAST_LINES = 20  # of the stderr of a rank that died without an exception
 
 def main(argv: list[str]) -> int:
     """Run the job, or one rank of it under torchrun; returns the exit code."""
-    config, place = parse(argv), torchrun_place() or Place()
-    if config.run.resume and place.rank == 0 and not _asked_before():
-        read, why = saved(config.run.folder)
-        if read is not None and why:
-            print(f"fusedtp train: {why}", file=sys.stderr)
-    return start(config, argv)
+    return start(parse(argv), argv)
 
 
 def _asked_before() -> bool:
@@ -129,6 +127,9 @@ def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
         if place is None or place.local_rank == 0:
             report(unread, command)
         return WRONG_USAGE
+    first = (place or Place()).rank == 0 and not _asked_before()
+    if asked.run.resume and first and (why := saved(asked.run.folder)[1]):
+        print(f"fusedtp {command}: {why}", file=sys.stderr)
     ranks, local_ranks = place[2:] if place else 2 * (default_ranks(asked),)
     config, found = elastic.fit(asked, ranks) if asked.parallel.elastic else (asked, [])
     dp, tp = layout(config, ranks, local_ranks)
@@ -330,11 +331,15 @@ def held_faults(folder: Path) -> list[str]:
 
 @contextmanager
 def sole_writer(folder: Path, patience: float = 0.0) -> Iterator[None]:
-    """Hold a run's folder for this process. Raises ValueError where another one does, after so many seconds; a killed
-    one holds nothing."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Hold a run's folder for this process. Raises ValueError where another one does, after so many seconds, and where
+    it cannot be made; a killed process holds nothing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / LOCK, "a+")
+    except OSError as error:
+        raise ValueError(f"cannot write the run to {folder}: {error.strerror}") from error
     until = time.monotonic() + patience
-    with open(folder / LOCK, "a+") as file:
+    with lock as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -575,13 +580,17 @@ FINETUNE = FinetuneConfig(
 
 def finetune_main(argv: list[str]) -> int:
     """Run the job, or one rank of it under torchrun; returns the exit code."""
-    config = parse_finetune(argv)
+    config, place = parse_finetune(argv), torchrun_place() or Place()
     found = folder_faults(config.out) if config.out is not None else []
     if found:
-        report(found, "finetune")
+        if place.local_rank == 0:
+            report(found, "finetune")
         return WRONG_USAGE
     code = start(config, argv, "finetune")
-    if code or config.out is None or torchrun_place() is not None:
+    if code or config.out is None or place.rank or _asked_before():
+        return code
+    if ended_in_order(config.run.folder):  # by a signal, before the last step
+        print(f"not all steps are trained: {config.out} is not written")
         return code
     try:
         return runs.export(runs.CheckpointsOptions("export", config.run.folder, config.out))
@@ -591,12 +600,22 @@ def finetune_main(argv: list[str]) -> int:
 
 
 def parse_finetune(argv: list[str]) -> FinetuneConfig:
-    """A command line, with the defaults that depend on it."""
+    """A command line, with the defaults that depend on it: with --resume, what the run of that name had."""
     first = _parse_finetune(argv, FINETUNE)
     trained = Path(first.foreign.model or "").is_dir() and not first.foreign.lora
     optim = dataclasses.replace(FINETUNE.optim, lr=5e-5 if trained else 2e-3, warmup=max(1, first.optim.steps // 10))
-    made = _parse_finetune(argv, dataclasses.replace(FINETUNE, optim=optim))
-    return with_tokenizer(with_dp(made, argv))
+    default = dataclasses.replace(FINETUNE, optim=optim)
+    if (before := resumed(first)) is not None:
+        default = FinetuneConfig(**vars(before), out=_out_of(first.run.folder))
+    return with_tokenizer(with_dp(_parse_finetune(argv, default), argv))
+
+
+def _out_of(folder: Path) -> Path | None:
+    """Where the run of a folder writes its trained model, as far as its config.json says."""
+    with suppress(OSError, ValueError, AttributeError):
+        out = json.loads((folder / CONFIG).read_text()).get("out")
+        return Path(out) if out else None
+    return None
 
 
 def _parse_finetune(argv: list[str], default: FinetuneConfig) -> FinetuneConfig:

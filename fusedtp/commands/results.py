@@ -237,7 +237,7 @@ def summarize(
         "max_grad_norm_difference": verification and verification.max_grad_norm_difference,
         "verified": verification and verification.passed,
         "verified_steps": verification and verification.steps,
-        "tokens_per_second": tokens * len(steps) / seconds,
+        "tokens_per_second": sum(record["tokens_per_second"] * record["seconds"] for record in steps) / seconds,
         "wait_share": (
             sum(record["wait_share"] * record["seconds"] for record in steps) / seconds if measured else None
         ),

@@ -53,8 +53,8 @@ from fusedtp.nn import CausalLM, generate
 from fusedtp.train.bubbles import shares
 from fusedtp.train.checkpoint import Checkpoints, Saved, Saver, TrainingState
 from fusedtp.train.config import CHECKPOINTS, CONFIG, TrainConfig
-from fusedtp.train.data import Batches, Bytes, Microbatch
-from fusedtp.train.foreign import Model
+from fusedtp.train.data import Batches, Bytes, Microbatch, left_out
+from fusedtp.train.foreign import Model, TransformersModel
 from fusedtp.train.loop import Metrics, Trainer, adamw, for_batch, learning_rate, loss_scale_of
 from fusedtp.train.mesh import World, placement
 from fusedtp.train.pulse import Pulse
@@ -85,6 +85,11 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         f"{len(batches.train.tokens):,} {unit}s" + (" of text" if data.vocab_size is None else ""),
         highlight=False,
     )
+    if isinstance(model, TransformersModel) and model.dropout:
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in model.dropout.items())
+        console.print(f"dropout stays off; the model's configuration has {rates}", highlight=False, soft_wrap=True)
+    if data.data and (others := left_out(tokens)):
+        console.print(others, highlight=False, soft_wrap=True)
     for line in placement(world, world.machines()):
         console.print(line, highlight=False)
     if pipeline is not None:

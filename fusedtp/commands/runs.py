@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from fusedtp.commands.build import build
+from fusedtp.commands.build import build, has_weights
 from fusedtp.commands.run import go_on
 from fusedtp.nn import CausalLM
 from fusedtp.train.checkpoint import (
@@ -131,6 +131,7 @@ def verify(folder: Path, steps: list[int]) -> int:
 def export(options: CheckpointsOptions) -> int:
     """The model as transformers saves it."""
     from fusedtp.parallel import to_transformers
+    from fusedtp.parallel.pretrained import read_generation_config
 
     if options.out is None:
         raise ValueError("export needs the folder to write: fusedtp checkpoints export RUN FOLDER")
@@ -146,6 +147,8 @@ def export(options: CheckpointsOptions) -> int:
     if isinstance(model, CausalLM):
         to_transformers(model, options.out, **ids)
     else:
+        if has_weights(config):  # ends, and how tokens are drawn
+            read_generation_config(model.causal, config.foreign.model, {"local_files_only": True})
         for each in filter(None, (model.hf.config, getattr(model.hf, "generation_config", None))):
             for name, value in ids.items():
                 setattr(each, name, value)

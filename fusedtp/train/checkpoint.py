@@ -471,7 +471,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | Path,
         *,
         keep_last: int = 2,
         keep_every: int | None = None,
@@ -480,7 +480,7 @@ class Checkpoints:
     ) -> None:
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep_last {keep_last} and keep_every {keep_every} are to be positive")
-        self.folder, self.keep_last, self.keep_every = folder, keep_last, keep_every
+        self.folder, self.keep_last, self.keep_every = Path(folder), keep_last, keep_every
         self.group, self.asynchronous = group, asynchronous
         self.rank = 0 if group is None else dist.get_rank(group)
         self.ranks = 1 if group is None else dist.get_world_size(group)
@@ -710,6 +710,8 @@ class Saver:
         say: Callable[[str], None] = print,
         done: Callable[[Saved], None] = lambda saved: None,
     ) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"every {every} is to be positive")
         self.checkpoints, self.world, self.every = checkpoints, world, every
         self.failure_seconds, self.stop_on_error, self.about = failure_seconds, stop_on_error, about or {}
         self._tell = tell if world.rank == 0 else lambda line: None

@@ -505,11 +505,17 @@ def parse(argv: list[str], command: str = "train", description: str | None = Non
     With --resume, what is not given is as it was in the run of that name; see saved.
     """
     config = _parse(argv, TrainConfig(), command, description)
+    before = resumed(config)
+    return config if before is None else _parse(argv, before, command, description)
+
+
+def resumed(config: TrainConfig) -> TrainConfig | None:
+    """The options of the run that this one goes on with; None where there are none to be read."""
     before = saved(config.run.folder)[0] if config.run.resume else None
     if before is None:
-        return config
+        return None
     run = dataclasses.replace(before.run, name=config.run.name, runs=config.run.runs)  # the folder may be a copy
-    return _parse(argv, dataclasses.replace(before, run=run), command, description)
+    return dataclasses.replace(before, run=run)
 
 
 def saved(folder: Path) -> tuple[TrainConfig | None, str]:

@@ -33,7 +33,7 @@ is a mapping of int64 tensors [B, S], this data-parallel rank's rows:
 
     input_ids
     labels          the token that follows each, -100 for none. Default: the next one of the row and the document
-    positions, document_ids     where documents are kept apart
+    positions, document_ids     where documents are kept apart: either, or both
     attention_mask  may be there if it has no zeros
 
 The iterable starts again when it ends. Its position is saved with a checkpoint: by its own state_dict if it has one,
@@ -59,6 +59,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedtp.train.checkpoint import OfRank
@@ -257,7 +258,8 @@ def build_tokens(paths: tuple[Path, ...], cache: Path, tokenizer: Tokenizer | No
     cache.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=cache))
     try:
-        _write_tokens(texts, draft, tokenizer, quiet)
+        taken = {text.path for text in texts}
+        _write_tokens(texts, draft, tokenizer, quiet, [path for path in candidates if path not in taken])
         draft.chmod(0o755)
         os.rename(draft, folder)
     except OSError:
@@ -282,7 +284,18 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _write_tokens(texts: list[Text], folder: Path, tokenizer: Tokenizer, quiet: bool) -> None:
+def left_out(folder: Path) -> str:
+    """Which of the files that were given are not among the tokens of a folder, in words; empty where all are."""
+    index = json.loads((folder / "index.json").read_text())
+    paths = index.get("left_out", [])
+    if not paths:
+        return ""
+    every = len(paths) + len(index["train"]) + len(index["held_out"])
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return f"left out: {len(paths)} of {every} files, no UTF-8 text or copies of others: {', '.join(paths[:3])}{more}"
+
+
+def _write_tokens(texts: list[Text], folder: Path, tokenizer: Tokenizer, quiet: bool, others: Collection[Path]) -> None:
     from rich.progress import track  # benchmarks on a bare box read nothing
 
     held, tail_of, tail = hold_out(texts)
@@ -310,6 +323,7 @@ def _write_tokens(texts: list[Text], folder: Path, tokenizer: Tokenizer, quiet: 
         "train": [str(text.path) for text in texts if text.path not in held],
         "held_out": [str(text.path) for text in texts if text.path in held],
         "tail_held_out": {"path": str(tail_of), "size": tail} if tail_of else None,
+        "left_out": [str(path) for path in others],
     }
     (folder / "index.json").write_text(json.dumps(index, indent=1))
 
@@ -511,14 +525,19 @@ class Batches:
 
     def step(self, scale: float = 1.0) -> Iterator[Microbatch]:
         """This rank's microbatches of the next step; their loss is to be multiplied by a scale."""
-        numbers = np.arange(self.samples, self.samples + self.batch)
+        starts = self.train.starts(self.seed, np.arange(self.samples, self.samples + self.batch))
         self.samples += self.batch
-        return self._split(self.train, self.train.starts(self.seed, numbers), self.accumulate, scale)
+        return self._split(self.train, starts, self.accumulate, max(1, self.train.num_labels(starts)) / scale)
 
     def validation(self, count: int, pieces: int = 1) -> Iterator[Microbatch]:
-        """This rank's part of `count` batches of held-out text in `pieces` each, the same ones every time."""
-        for starts in self.held_out.spread(count * self.batch).reshape(count, -1):
-            yield from self._split(self.held_out, starts, pieces)
+        """This rank's part of `count` batches of held-out text in `pieces` each, the same ones every time.
+
+        The mean of the batches' losses is that over all of their labels.
+        """
+        starts = self.held_out.spread(count * self.batch)
+        num_labels = max(1, self.held_out.num_labels(starts)) / count
+        for each in starts.reshape(count, -1):
+            yield from self._split(self.held_out, each, pieces, num_labels)
 
     def prompt(self, size: int) -> list[int]:
         """The first tokens of the held-out text."""
@@ -530,13 +549,13 @@ class Batches:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.samples = state_dict["samples"]
 
-    def _split(self, windows: Windows, starts: np.ndarray, accumulate: int, scale: float = 1.0) -> Iterator[Microbatch]:
-        num_labels = max(1, windows.num_labels(starts)) / self.dp / scale
+    def _split(self, windows: Windows, starts: np.ndarray, accumulate: int, num_labels: float) -> Iterator[Microbatch]:
         for microbatch, rows in enumerate(starts.reshape(accumulate, self.dp, -1)[:, self.dp_rank]):
             with self.clocks("data"):
                 input_ids, labels, positions, document_ids = windows.read(rows)
                 place = (microbatch * self.dp + self.dp_rank) * rows.size * windows.length
-                found = Microbatch(input_ids, labels, place, num_labels, positions, document_ids).to(self.device)
+                found = Microbatch(input_ids, labels, place, num_labels / self.dp, positions, document_ids)
+                found = found.to(self.device)
             yield found
 
 
@@ -561,17 +580,14 @@ class FromLoader:
     def step(self, scale: float = 1.0) -> Iterator[Microbatch]:
         """The next step's microbatches. Collective over the data-parallel ranks, which count their labels together."""
         with self.clocks("data"):
-            batches = [self._next() for _ in range(self.accumulate)]
+            batches = [_checked(self._next()) for _ in range(self.accumulate)]
         labels = [_labels(batch) for batch in batches]
-        count = sum(int((each != IGNORED).sum()) for each in labels)
-        num_labels = max(1.0, self.world.mean(torch.tensor(count, device=self.device)))
-        self.tokens = self.world.dp * sum(each.numel() for each in labels)
-        for number, (batch, own) in enumerate(zip(batches, labels, strict=True)):
-            place = (number * self.world.dp + self.world.dp_rank) * own.numel()
-            yield Microbatch(
-                batch["input_ids"], own, place, num_labels / scale, batch.get("positions"),
-                batch.get("document_ids"),
-            ).to(self.device)  # fmt: skip
+        own = [sum(int((each != IGNORED).sum()) for each in labels), sum(each.numel() for each in labels)]
+        counted, tokens = self.world.means(torch.tensor(own, device=self.device))
+        num_labels, self.tokens = max(1 / self.world.dp, counted), round(tokens * self.world.dp)
+        for number, (batch, each) in enumerate(zip(batches, labels, strict=True)):
+            place = (number * self.world.dp + self.world.dp_rank) * each.numel()
+            yield Microbatch(batch["input_ids"], each, place, num_labels / scale, *_documents(batch)).to(self.device)
 
     def _next(self) -> Mapping[str, Tensor]:
         self.taken += 1
@@ -581,6 +597,11 @@ class FromLoader:
             if (batch := next(self._batches, None)) is not None:
                 return batch
             self._batches = None
+        if self.taken > 1:
+            raise ValueError(
+                f"the data ended after {self.taken - 1} batches and does not start again: a "
+                f"{type(self.loader).__name__} can be read once; give a list or a DataLoader"
+            )
         raise ValueError("the data has no batch")
 
     def state_dict(self) -> dict[str, Any]:
@@ -610,11 +631,28 @@ class FromLoader:
 READ = ("input_ids", "labels", "positions", "document_ids", "attention_mask")  # of a batch
 
 
+def _checked(batch: Any) -> Mapping[str, Tensor]:
+    """The batch. Raises ValueError for what is none: another type, other names, other shapes."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"a batch is a {type(batch).__name__}; the trainer takes mappings with input_ids")
+    if unknown := [name for name in batch if name not in READ]:
+        raise ValueError(f"a batch has {', '.join(map(repr, unknown))}; the trainer reads {', '.join(READ)}")
+    if "input_ids" not in batch:
+        raise ValueError("a batch has no input_ids")
+    if wrong := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
+        raise ValueError(f"{wrong[0]} is a {type(batch[wrong[0]]).__name__}; the trainer takes tensors")
+    shape = tuple(batch["input_ids"].shape)
+    if len(shape) != 2:
+        raise ValueError(f"input_ids of shape {shape}; wanted are rows of tokens, [B, S]")
+    for name, value in batch.items():
+        if name != "attention_mask" and tuple(value.shape) != shape:
+            raise ValueError(f"{name} of shape {tuple(value.shape)} with input_ids of {shape}")
+    return batch
+
+
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:
     """A batch's labels, or the next token of each. Raises ValueError for what would train something else."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
-    if unknown := [name for name in batch if name not in READ]:
-        raise ValueError(f"a batch has {', '.join(map(repr, unknown))}; the trainer reads {', '.join(READ)}")
     if mask is not None and not bool(mask.all()):
         raise ValueError(
             "attention_mask has zeros, and the trainer does not read it: leave it out, give padding at the end of "
@@ -634,6 +672,18 @@ def _labels(batch: Mapping[str, Tensor]) -> Tensor:
     elif (positions := batch.get("positions")) is not None:
         follows = follows.where(positions[:, 1:] > positions[:, :-1], IGNORED)
     return torch.cat([follows, ids.new_full((len(ids), 1), IGNORED)], 1)
+
+
+def _documents(batch: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """positions and document_ids. Each follows from the other: models of transformers read one, fusedtp.nn's both."""
+    positions, documents = batch.get("positions"), batch.get("document_ids")
+    if positions is None and documents is not None:
+        places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+        begins = places.masked_fill(F.pad(documents[:, 1:] == documents[:, :-1], (1, 0)), 0)
+        positions = places - begins.cummax(1).values
+    if documents is None and positions is not None:
+        documents = F.pad(positions[:, 1:] <= positions[:, :-1], (1, 0)).cumsum(1)
+    return positions, documents
 
 
 def _unshifted(ids: Tensor, labels: Tensor) -> bool:

@@ -110,6 +110,15 @@ class TransformersModel(nn.Module):
         return self.causal.config.get_text_config()
 
     @property
+    def dropout(self) -> dict[str, float]:
+        """Rates that the configuration has by name, which are left out in training; see above."""
+        every = sorted(self.config.to_dict().items())
+        named = {
+            name: rate for name, rate in every if "drop" in name and not name.startswith(("summary", "classifier"))
+        }
+        return {name: rate for name, rate in named.items() if isinstance(rate, float) and rate > 0}
+
+    @property
     def embedding(self) -> nn.Parameter:
         weight: nn.Parameter = self.causal.get_input_embeddings().weight
         return weight

@@ -66,7 +66,7 @@ class Trainer:
     kind        of data parallelism, as given to fusedtp.train.shard
     seed        of dropout
     saver       saves after a step, and stops after a signal
-    validate    the validation loss, after every val_every steps and the last
+    validate    the validation loss, after every val_every steps (0: none of them) and the last
     watch       times the ranks; guard: what becomes of steps that are not finite. Default: stop
     Collective: all ranks make one together. Raises TypeError, ValueError for a model or a mesh that it cannot train.
     """
@@ -99,6 +99,12 @@ class Trainer:
                 f"{type(model).__name__} is no fusedtp.nn.CausalLM; one of transformers goes into a "
                 "fusedtp.train.foreign.TransformersModel"
             )
+        own = {id(parameter) for parameter in model.parameters()}
+        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                "the optimizer has parameters that are not the model's: was it made before parallelize, shard or "
+                "to_empty, which put others in their place?"
+            )
         device = next(model.parameters()).device
         self.world = world = mesh if isinstance(mesh, World) else World.of(mesh, device)
         self.batches = batches if isinstance(batches, Batches) else FromLoader(batches, world, accumulate)
@@ -120,7 +126,8 @@ class Trainer:
         while self.step < steps:
             last = self.step + 1 == steps
             self.train_step(last)
-            if self.validate is not None and (last or self.step % self.val_every == 0):
+            due = last or (self.val_every > 0 and self.step % self.val_every == 0)
+            if self.validate is not None and due:
                 with self.watch.clocks(APART):
                     loss = self.validate()
                 self.metrics.validation(self.step - 1, loss)

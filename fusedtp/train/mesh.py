@@ -135,10 +135,14 @@ class World:
 
     def mean(self, value: Tensor) -> float:
         """Mean of a number over the data-parallel ranks."""
-        value = value.detach().float().reshape(1)
+        return self.means(value.reshape(1))[0]
+
+    def means(self, values: Tensor) -> list[float]:
+        """Of each of several numbers."""
+        values = values.detach().to(torch.float32, copy=True)
         if self.dp_mesh is not None:
-            dist.all_reduce(value, group=self.dp_mesh.get_group())
-        return value.item() / self.dp
+            dist.all_reduce(values, group=self.dp_mesh.get_group())
+        return [value / self.dp for value in values.tolist()]
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """Of every value the largest that a rank has. Collective, over host memory."""

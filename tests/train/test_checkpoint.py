@@ -27,6 +27,7 @@ from fusedtp.train import checkpoint
 from fusedtp.train.checkpoint import (
     CheckpointError,
     Checkpoints,
+    Saver,
     TrainingState,
     faults_of,
     path_of,
@@ -349,6 +350,14 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(tmp_path: Pat
     checkpoints = Checkpoints(tmp_path / "file", asynchronous=False)
     with pytest.raises(CheckpointError, match=r"step 1 was not saved.*file"):
         checkpoints.save(1, Numbers(1))
+
+
+def test_a_folder_may_be_a_string_and_an_interval_is_positive(tmp_path: Path):
+    checkpoints = Checkpoints(str(tmp_path / "c"), asynchronous=False)
+    checkpoints.save(1, Numbers(1))
+    assert checkpoints.steps() == [1] and checkpoints.load(Numbers()).step == 1
+    with pytest.raises(ValueError, match="every 0 is to be positive"):
+        Saver(checkpoints, World(), every=0)
 
 
 def test_checkpoints_after_the_one_that_is_resumed_are_set_aside(saved: Path, tmp_path: Path):

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusedtp.commands.run import validation_loss
 from fusedtp.nn import CausalLM, ModelConfig
 from fusedtp.nn.init import init_
 from fusedtp.train.config import DataOptions
@@ -23,6 +24,7 @@ from fusedtp.train.data import (
     text_files,
     tokenizer_of,
 )
+from fusedtp.train.mesh import World
 
 
 def write_corpus(folder: Path, files: int = 60, size: int = 400) -> Path:
@@ -294,6 +296,25 @@ def test_a_step_is_the_mean_over_all_its_labels_on_any_layout(tmp_path):
         losses.append(sum(of_ranks) / dp)
     assert len(set(counts)) > 2, "numbers of labels differ"
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)  # each loss is fp32 at the end
+
+
+def test_validation_is_the_mean_over_all_its_labels_on_any_layout(tmp_path):
+    """Its first batch has documents of two tokens, the second one long document."""
+    ids = np.random.default_rng(2).integers(0, 11, 260)
+    folder = write_tokens(tmp_path, ids, [*range(2, 130, 2), 260])
+    config = ModelConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    model = init_(CausalLM(config), 0, std=0.5)
+    windows = Windows(folder, "held_out", 16, "separate")
+    x, labels, positions, document_ids = windows.read(windows.spread(2 * 8))
+    want = model(x, labels, positions, document_ids).loss.item()  # divided by the labels that there are
+    first, second = ((half != -100).sum() for half in labels.chunk(2))
+    assert 3 * first < 2 * second
+    for dp, pieces in ((1, 1), (2, 2), (1, 4), (4, 1)):
+        of_ranks = []
+        for rank in range(dp):
+            batches = Batches(folder, length=16, batch=8, dp=dp, dp_rank=rank, documents="separate")
+            of_ranks.append(validation_loss(model, batches.validation(2, pieces), World(), pieces=pieces))
+        assert sum(of_ranks) / dp == pytest.approx(want, rel=1e-5)
 
 
 def test_a_document_among_others_gets_the_logits_that_it_has_alone(tmp_path):

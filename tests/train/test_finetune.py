@@ -1,6 +1,8 @@
 """Fine-tuning of models of transformers: a run equals one process, what is saved loads, and refusals are one line."""
 
 import json
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from fusedtp import cli
 from fusedtp.commands import launch, verify
 from fusedtp.train.data import Batches, build_tokens, tokenizer_of
+from fusedtp.train.loop import learning_rate
 
 from .test_run import command
 
@@ -129,6 +132,53 @@ def test_defaults_are_of_what_is_trained(folder):
     assert rate("--model", str(folder), "--lr", "0.01") == 0.01
     first = launch.parse_finetune(["--steps", "50"])
     assert first.optim.warmup == 5 and first.parallel.tp == 2
+
+
+def test_a_resumed_run_has_the_options_that_it_had(corpus, folder, tmp_path):
+    """Those that depend on what is trained, too, and the folder of the trained model."""
+    out = tmp_path / "out"
+    begun = ["--model", str(folder), "--tp", "1", "--lr", "0.01", "--warmup", "0", "--out", str(out)]
+    sizes = ["--steps", "2", "--batch", "2", "--length", "16", "--data", str(corpus), "--runs", str(tmp_path)]
+    assert cli.main(["finetune", *begun, *sizes]) == 0
+    before = launch.parse_finetune([*begun, *sizes])
+    resumed = ["--runs", str(tmp_path), "--resume"]
+    found = launch.parse_finetune(resumed)
+    assert found.run.resume and found.out == out and found.to_dict() == before.to_dict()
+    found = launch.parse_finetune([*resumed, "--lr", "0.02", "--out", "other"])
+    assert (found.optim.lr, found.optim.steps, found.out) == (0.02, 2, Path("other"))
+    shutil.rmtree(out)
+    assert cli.main(["finetune", *resumed, "--steps", "3"]) == 0
+    assert len(losses(tmp_path / "finetune")) == 3 and (out / "model.safetensors").exists()
+
+
+def test_a_run_that_was_asked_to_end_writes_no_trained_model(corpus, folder, tmp_path, monkeypatch, capsys):
+    out, rate = tmp_path / "out", learning_rate
+
+    def asked(options, step):
+        if step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return rate(options, step)
+
+    monkeypatch.setattr("fusedtp.commands.run.learning_rate", asked)
+    some = arguments(corpus, tmp_path, "--model", str(folder), "--tp", "1", "--no-verify", "--out", str(out))
+    assert cli.main([*some, "--steps", "4"]) == 0
+    assert not out.exists()
+    assert f"not all steps are trained: {out} is not written\n" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert cli.main(["finetune", "--runs", str(tmp_path), "--resume"]) == 0
+    assert len(losses(tmp_path / "finetune")) == 4 and (out / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("by", ["torchrun", "fusedtp"])
+def test_the_trained_model_is_written_under_a_torchrun_of_ones_own(corpus, folder, tmp_path, monkeypatch, by):
+    """Where this command has started the ranks, it writes the model itself, when all have ended."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    if by == "fusedtp":
+        monkeypatch.setenv(launch.ASKED, "1")
+    some = arguments(corpus, tmp_path, "--model", str(folder), "--tp", "1", "--no-verify", "--steps", "1")
+    assert cli.main([*some, "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").exists() == (by == "torchrun")
 
 
 def error_of(capsys, *more: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ SHAPE: dict[str, Any] = dict(
     num_hidden_layers=4, bos_token_id=0, eos_token_id=0, pad_token_id=None, tie_word_embeddings=False,
     max_position_embeddings=64, initializer_range=0.3,
 )  # fmt: skip
+POSITIONS = dict(vocab_size=256, hidden_size=16, max_position_embeddings=32, num_hidden_layers=1, num_attention_heads=2)
 # Classes, and not names: they are imported before ranks are forked.
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaForCausalLM, {}),
@@ -275,6 +277,37 @@ def test_an_exported_model_has_the_special_ids_of_its_vocabulary(vocabulary, tmp
         assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == wanted, kind
 
 
+@pytest.mark.parametrize("of", ["tokenizer", "folder"])
+def test_an_exported_model_generates_as_its_folder_says(vocabulary, tmp_path, of):
+    """The ends and the draw of generation_config.json, but for the ids of another vocabulary."""
+    folder = tmp_path / "model"
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | {"bos_token_id": 1, "eos_token_id": 2}))
+    own = {"bos_token_id": 1, "eos_token_id": [2, 5], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    model.generation_config = transformers.GenerationConfig(**own)
+    model.save_pretrained(folder)
+    if of == "folder":
+        shutil.copytree(vocabulary, folder, dirs_exist_ok=True)
+    more = ["--tokenizer", str(vocabulary)] * (of == "tokenizer")
+    assert cli.main(arguments(folder, tmp_path, "--sample", "0", "--steps", "1", *more)) == 0
+    assert cli.main(["checkpoints", "export", str(tmp_path / "main"), str(tmp_path / "out")]) == 0
+    found = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    if of == "tokenizer":
+        own |= {"bos_token_id": None, "eos_token_id": 3}
+    assert {name: getattr(found, name) for name in own} == own
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"), [("gpt2", "embd_pdrop 0.1, resid_pdrop 0.2"), ("llama", None)], ids=["gpt2", "llama"]
+)
+def test_dropout_that_stays_off_is_said(tmp_path: Path, capsys, model_type: str, said: str | None):
+    path = tmp_path / "config.json"
+    rates = {"resid_pdrop": 0.2, "attn_pdrop": 0.0} if said else {"intermediate_size": 16}
+    transformers.CONFIG_MAPPING[model_type](**POSITIONS | rates).to_json_file(path)
+    assert cli.main(arguments(path, tmp_path, "--sample", "0", "--steps", "1", "--no-save")) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("dropout")]
+    assert lines == ([] if said is None else [f"dropout stays off; the model's configuration has {said}"])
+
+
 def test_a_run_is_verified_resumed_exported_and_goes_on_with_a_text(folders, tmp_path: Path, capsys):
     folder = folders["llama tied"]
     assert cli.main(arguments(folder, tmp_path, "--verify", "--accumulate", "2")) == 0
@@ -382,6 +415,28 @@ def test_ids_that_a_model_does_not_have_are_refused(tmp_path: Path):
     assert refusals(f"--model llama {ids}") == refusals(f"--model {config_file(tmp_path, vocab_size=500)} {ids}") == []
     path = config_file(tmp_path, vocab_size=499)
     assert refusals(f"--model {path} {ids}") == [f"{path} has 499 tokens, fewer than --vocab-size 500"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "most"),
+    [
+        ("gpt2", {}, 32),
+        ("opt", {"word_embed_proj_dim": 16, "ffn_dim": 16}, 32),  # its table has two rows more
+        ("gptj", {"rotary_dim": 8}, 32),  # of sines, and no parameter
+        ("roberta", {"is_decoder": True, "intermediate_size": 16, "pad_token_id": 1}, 30),  # counts from 2 on
+        ("llama", {"intermediate_size": 16}, None),
+    ],
+)
+def test_windows_longer_than_a_models_table_of_positions_are_refused(tmp_path: Path, model_type, more, most):
+    path = tmp_path / "config.json"
+    transformers.CONFIG_MAPPING[model_type](**POSITIONS | more).to_json_file(path)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path)).eval()
+    for length in (30, 32, 33):
+        fits = most is None or length <= most
+        says = [] if fits else [f"--length {length}: {path} has positions for {most} tokens"]
+        assert refusals(f"--model {path} --length {length}") == says
+        with nullcontext() if fits else pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.arange(3, 3 + length)[None])
 
 
 def test_a_small_copy_shows_a_loss_of_its_own_and_stages_that_differ(monkeypatch):

@@ -24,6 +24,7 @@ from fusedtp.parallel import parallelize
 from fusedtp.train import loop
 from fusedtp.train.config import parse
 from fusedtp.train.data import Batches, FromLoader, Microbatch, build_tokens
+from fusedtp.train.foreign import TransformersModel
 from fusedtp.train.mesh import World
 from fusedtp.train.shard import shard
 from fusedtp.train.stages import Pipeline, cut, prune_
@@ -297,6 +298,73 @@ def test_labels_default_to_the_next_token_of_the_document():
     assert torch.equal(batch.labels, ids + 1), "labels that are given stay"
 
 
+def counted(group: Any, lengths: list[int], labels: list[int]) -> tuple[int, float]:
+    """Tokens of a step, and what its losses are divided by, of ranks with so long rows and so many labels."""
+    mesh, flat = meshes_of(2)
+    rank = group.rank()
+    ids = torch.ones(2, lengths[rank], dtype=torch.int64)
+    given = torch.full_like(ids, -100)
+    given.view(-1)[: labels[rank]] = 3
+    batch = {"input_ids": ids, "labels": given}
+    loader = FromLoader([batch], World(2, rank=rank, mesh=mesh, flat=flat))
+    (made,) = loader.step()
+    return loader.tokens, made.num_labels
+
+
+@pytest.mark.parametrize(
+    ("lengths", "labels", "want"),
+    [([8, 4], [3, 2], (24, 2.5)), ([4, 8], [1, 0], (24, 0.5)), ([4, 4], [0, 0], (16, 0.5))],
+)
+def test_tokens_and_labels_are_those_of_all_ranks(worlds, lengths: list[int], labels: list[int], want):
+    """A single label on two ranks too: the mean over ranks of what is divided by a half is its loss."""
+    assert worlds(2).run(counted, lengths, labels) == [want] * 2
+
+
+@pytest.mark.parametrize(("val_every", "steps"), [(0, [2]), (2, [1, 2])])
+def test_validation_comes_last_or_every_so_many_steps(val_every: int, steps: list[int]):
+    model = small_model(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [{"input_ids": torch.arange(10).view(2, 5)}]
+    trainer = loop.Trainer(model, batches, optimizer, validate=lambda: 1.5, val_every=val_every)
+    assert trainer.train(3)
+    assert trainer.metrics.validations == [{"step": step, "val_loss": 1.5} for step in steps]
+
+
+@pytest.mark.parametrize("make", [lambda: small_model(0.0), lambda: small_foreign()], ids=["own", "transformers"])
+def test_documents_are_apart_by_positions_or_by_their_numbers(make):
+    """Each by itself says what both say: no document sees another."""
+    ids = torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1], [7, 3, 3, 3, 3, 3, 4, 4, 4]])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 0, 1, 2]])
+
+    def loss(**more: torch.Tensor) -> float:
+        (batch,) = FromLoader([{"input_ids": ids} | more], World()).step()
+        return make()(**batch.arguments()).loss.item()
+
+    want, labels = 0.0, 0
+    for row, of_row in zip(ids, documents, strict=True):
+        for document in of_row.unique():
+            own = row[of_row == document][None]
+            if own.shape[1] > 1:
+                (batch,) = FromLoader([{"input_ids": own}], World()).step()
+                want += make()(**batch.arguments()).loss.item() * (own.shape[1] - 1)
+                labels += own.shape[1] - 1
+    for more in (
+        {"document_ids": documents, "positions": positions},
+        {"document_ids": documents},
+        {"positions": positions},
+    ):
+        assert loss(**more) == pytest.approx(want / labels, rel=1e-5), more.keys()
+
+
+def small_foreign() -> TransformersModel:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+    return TransformersModel(LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.3)))
+
+
 IDS = torch.tensor([[5, 6, 7, 8], [9, 9, 4, 3]])
 
 
@@ -306,12 +374,30 @@ IDS = torch.tensor([[5, 6, 7, 8], [9, 9, 4, 3]])
         ({"labels": IDS}, "labels are input_ids themselves"),
         ({"labels": IDS.masked_fill(IDS > 6, -100)}, "labels are input_ids themselves"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])}, r"attention_mask has zeros.*labels of -100"),
+        ({"labels": IDS[:, 1:]}, r"labels of shape \(2, 3\) with input_ids of \(2, 4\)"),
+        ({"positions": IDS[0]}, r"positions of shape \(4,\) with input_ids of \(2, 4\)"),
         ({"position_ids": IDS, "idx": IDS}, r"a batch has 'position_ids', 'idx'; the trainer reads input_ids, labels"),
     ],
 )
 def test_batches_that_would_train_something_else_are_refused(batch: dict[str, torch.Tensor], why: str):
     with pytest.raises(ValueError, match=why):
         next(FromLoader([{"input_ids": IDS} | batch], World()).step())
+
+
+@pytest.mark.parametrize(
+    ("batch", "why"),
+    [
+        ([IDS], "a batch is a list; the trainer takes mappings with input_ids"),
+        (IDS, "a batch is a Tensor; the trainer takes mappings with input_ids"),
+        ({"labels": IDS}, "a batch has no input_ids"),
+        ({"input_ids": IDS[0]}, r"input_ids of shape \(4,\); wanted are rows of tokens, \[B, S\]"),
+        ({"input_ids": IDS.tolist()}, "input_ids is a list; the trainer takes tensors"),
+    ],
+)
+def test_what_is_no_batch_is_refused(batch: Any, why: str):
+    """A TensorDataset gives lists, a tokenizer lists of lists."""
+    with pytest.raises(ValueError, match=why):
+        next(FromLoader([batch], World()).step())
 
 
 def test_a_batch_of_transformers_collator_is_refused():
@@ -346,6 +432,35 @@ def test_what_a_trainer_cannot_train_is_refused():
     model = torch.nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"Linear is no fusedtp\.nn\.CausalLM"):
         loop.Trainer(model, [], torch.optim.SGD(model.parameters()))
+
+
+def test_an_optimizer_of_other_parameters_is_refused(worlds):
+    """Such as one that was made before parallelize, or shard, put others in their place: it would train none."""
+    found = worlds(2).run(early_optimizer)
+    assert all("made before" in each and each.startswith("the optimizer has parameters") for each in found)
+    model, other = small_model(0.0), small_model(0.0)
+    with pytest.raises(ValueError, match="parameters that are not the model's"):
+        loop.Trainer(model, [], torch.optim.SGD(other.parameters()))
+    loop.Trainer(model, [], torch.optim.SGD([model.norm.weight]))  # all others stay as they are
+
+
+def early_optimizer(group: Any) -> str:
+    mesh, model = mesh_of(tp=2), small_model(0.0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    parallelize(model, mesh)
+    try:
+        loop.Trainer(model, [], optimizer, mesh)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_an_iterator_that_ends_says_so():
+    loader = FromLoader(iter(own_batches(3)), World())
+    for _ in range(3):
+        list(loader.step())
+    with pytest.raises(ValueError, match="the data ended after 3 batches and does not start again: a list_iterator"):
+        list(loader.step())
 
 
 def refusal(group: Any, shape: tuple[int, ...], axes: tuple[str, ...]) -> str:

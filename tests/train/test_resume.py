@@ -254,6 +254,18 @@ def test_more_steps_and_an_earlier_checkpoint(book, tmp_path, capsys):
     assert "no step was trained" in capsys.readouterr().out
 
 
+def test_the_speed_of_a_run_whose_batch_was_changed_is_that_of_its_tokens(book, tmp_path):
+    assert cli.main(arguments(book, tmp_path, "--batch", "8", "--steps", "3")) == 0
+    assert cli.main(["train", "--runs", str(tmp_path), "--resume", "--batch", "2", "--steps", "6"]) == 0
+    folder = tmp_path / "main"
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record][1:]
+    tokens = 16 * (2 * 8 + 3 * 2)
+    assert json.loads((folder / "summary.json").read_text())["tokens_per_second"] == pytest.approx(
+        tokens / sum(record["seconds"] for record in steps)
+    )
+
+
 def test_a_finished_run_that_lost_its_records_ends_in_order(book, tmp_path, capsys):
     assert cli.main(arguments(book, tmp_path, "--verify", "--verify-steps", "1")) == 0
     path = tmp_path / "main" / "metrics.jsonl"
@@ -392,6 +404,16 @@ def test_two_runs_on_one_folder_are_refused(book, tmp_path, capsys):
         assert cli.main(arguments(book, tmp_path)) == launch.WRONG_USAGE
     assert f"{tmp_path / 'main'} is being written by another run: process " in capsys.readouterr().err
     assert cli.main(arguments(book, tmp_path)) == 0
+
+
+def test_a_run_folder_that_cannot_be_made_is_told_in_one_line(tmp_path):
+    """As a rank finds it, on a disk that is full."""
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ValueError, match=r"cannot write the run to .*file/main: Not a directory"),
+        launch.sole_writer(tmp_path / "file" / "main"),
+    ):
+        pytest.fail("it was made")
 
 
 @pytest.mark.parametrize("choice", ["continue", "stop"])

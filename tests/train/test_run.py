@@ -132,6 +132,26 @@ def test_one_process_trains_and_leaves_its_results(corpus, tmp_path, capsys):
     assert words["versions"]["packages"]["torch"] == torch.__version__ and words["config"]["run"]["seed"] == 0
 
 
+def test_files_that_are_not_trained_on_are_said(tmp_path, capsys):
+    """With text of another encoding a part of a folder would be missing without a word."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(4):
+        (folder / f"{i}.txt").write_text("".join(f"{n} times {i} is {n * i}.\n" for n in range(60)))
+    some = ["train", *TINY, "--tp", "1", "--steps", "1", "--sample", "0", "--runs", str(tmp_path), "--no-save"]
+    assert cli.main([*some, "--data", str(folder)]) == 0
+    assert "left out" not in capsys.readouterr().out
+    (folder / "4.txt").write_text("grün " * 90, encoding="latin-1")
+    (folder / "5.txt").write_text((folder / "1.txt").read_text())
+    for _ in range(2):  # from token files that are there, too
+        assert cli.main([*some, "--data", str(folder)]) == 0
+        said = capsys.readouterr().out
+        assert (
+            f"left out: 2 of 6 files, no UTF-8 text or copies of others: {folder / '4.txt'}, {folder / '5.txt'}\n"
+            in said
+        )
+
+
 def test_a_run_repeats_itself_and_replaces_its_outputs(corpus, tmp_path):
     arguments = [
         "train",
