@@ -437,7 +437,7 @@ def damage(folder: Path, what: str) -> str:
         return name
     if what == "corrupt index":
         (folder / "model.safetensors.index.json").write_text("{")
-        return "no index"
+        return "not an index of safetensors files"
     if what == "no files":
         (folder / "model.safetensors.index.json").unlink()
         return "neither model.safetensors nor model.safetensors.index.json"
