@@ -120,7 +120,7 @@ def _checked(
     known = (expert_ids.shape[0],) * world_size if sizes is None else tuple(int(n) for n in sizes)
     if len(known) != world_size or min(known) < 0 or known[rank] != expert_ids.shape[0]:
         raise ValueError(
-            f"rank {rank}: wanted {world_size} row counts with its own {expert_ids.shape[0]}, not {list(known)}"
+            f"rank {rank}: sizes is {list(known)}, wanted {world_size} row counts, {expert_ids.shape[0]} for this rank"
         )
     return rank, known
 

@@ -86,10 +86,11 @@ class ModelConfig:
             found.append(f"num_hidden_layers is {self.num_hidden_layers}, must not be negative")
         if kv_heads > 0 and self.num_attention_heads % kv_heads:
             found.append(
-                f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads {kv_heads}"
+                f"num_attention_heads is {self.num_attention_heads}, must be a multiple of "
+                f"num_key_value_heads {kv_heads}"
             )
         if head_dim % 2:
-            found.append(f"head_dim is {head_dim}, must be even to be rotated")
+            found.append(f"head_dim is {head_dim}, must be even for rotary embeddings")
         if self.sliding_window is not None and self.sliding_window < 1:
             found.append(f"sliding_window is {self.sliding_window}, must be at least 1")
         for name in ("attention_dropout", "residual_dropout", "embedding_dropout"):

@@ -31,7 +31,7 @@ class HiddenDropout(nn.Module):
         if not self.training or self.rate == 0.0:
             return x
         if layout is None or layout.dropout is None:
-            raise ValueError("dropout needs a seed and a step: call CausalLM.set_dropout(seed, step) each step")
+            raise ValueError("dropout needs a seed and a step: call CausalLM.set_dropout(seed, step) before each step")
         dropped = dropout_mask(
             layout.dropout.to(x.device), self.rate, 4 * self.layer + self.site, layout.start, *x.shape
         )

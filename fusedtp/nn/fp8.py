@@ -114,8 +114,8 @@ class FP8Linear(Linear):
             raise ValueError(f"scales is {scales!r}; it must be 'row' or 'tensor'")
         if history < 0 or margin < 0 or (history and scales != "tensor") or (margin and not history):
             raise ValueError(
-                f"history is {history}, margin {margin}, scales {scales!r}: neither may be negative, a history is one "
-                "of tensor scales, and a margin one of a history"
+                f"history is {history}, margin {margin}, scales {scales!r}: history and margin must not be negative, "
+                "history needs scales='tensor', and margin needs a history"
             )
         if min_rows < 0:
             raise ValueError(f"min_rows is {min_rows}, must not be negative")
@@ -255,7 +255,7 @@ class Delayed(Scaling):
 # Runs at trace time: an error inside traced code would only cause a graph break.
 @constant_to_compiler
 def _refuse_to_compile() -> None:
-    raise RuntimeError("an FP8Linear with a history is compiled: a graph would not note what the layer sees")
+    raise RuntimeError("an FP8Linear with a history cannot be compiled: a graph would not update it; use history=0")
 
 
 def _quantized(x: Tensor, largest: Tensor, kind: torch.dtype) -> Quantized:

@@ -129,7 +129,7 @@ def _check(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, comm: Any, sizes: Sequence[int] | None
 ) -> None:
     if sizes is not None and comm is None:
-        raise ValueError("sizes say whose rows x holds a part of: they need a group")
+        raise ValueError("sizes are the rows of x on each rank: they need a group")
     total = (x.shape[0] if x.dim() else 0) if sizes is None else sum(sizes)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or labels.shape != (total,):
         raise ValueError(
@@ -137,7 +137,7 @@ def _check(
             f"{tuple(labels.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"the bias has shape {tuple(bias.shape)}, the weight {tuple(weight.shape)} wants [V]")
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, wanted [V] for weight {tuple(weight.shape)}")
     check_kinds(x, labels)
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         kinds = ", ".join(str(t.dtype) for t in (x, weight, bias) if t is not None)

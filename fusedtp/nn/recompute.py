@@ -37,7 +37,7 @@ def recompute_(blocks: Iterable[nn.Module], kind: Recompute = "full", two_passes
     Raises ValueError for another kind.
     """
     if kind not in ("full", "selective"):
-        raise ValueError(f"recompute {kind!r}: it is full or selective")
+        raise ValueError(f"recompute is {kind!r}, must be full or selective")
     for block in blocks:
         block.forward = _Recomputed(block.forward, kind, two_passes)
 
@@ -100,7 +100,8 @@ class _Once:
             self.forward(*self.args, **self.kwargs)
         if len(self.saved) != self.dropped:
             raise RuntimeError(
-                f"a block saved {self.dropped} tensors for backward, and {len(self.saved)} when it was computed again"
+                f"a block saved {self.dropped} tensors for backward, but {len(self.saved)} when it was recomputed; its "
+                "forward must run the same operations both times"
             )
 
 

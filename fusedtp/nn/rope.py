@@ -45,7 +45,9 @@ class RopeScaling:
         if not self.factor >= 1.0:
             found.append(f"factor is {self.factor}, must be at least 1")
         if self.original_max_position_embeddings < 1:
-            found.append("original_max_position_embeddings must be at least 1")
+            found.append(
+                f"original_max_position_embeddings is {self.original_max_position_embeddings}, must be at least 1"
+            )
         if self.rope_type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
             found.append(
                 f"low_freq_factor {self.low_freq_factor} must be positive and below "

@@ -140,21 +140,23 @@ class Router(nn.Module):
         if not 0 < self.scale < math.inf:
             found.append(f"scale is {self.scale}, must be positive")
         if self.top_k > self.num_experts:
-            found.append(f"top_k {self.top_k} of only {self.num_experts} experts")
+            found.append(f"top_k is {self.top_k}, must be at most num_experts {self.num_experts}")
         if self.top_groups > self.num_groups:
-            found.append(f"top_groups {self.top_groups} of only {self.num_groups} groups")
+            found.append(f"top_groups is {self.top_groups}, must be at most num_groups {self.num_groups}")
         if min(self.num_experts, self.num_groups) >= 1:
             each, rest = divmod(self.num_experts, self.num_groups)
             if rest:
-                found.append(f"num_groups {self.num_groups} does not divide num_experts {self.num_experts}")
+                found.append(f"num_groups is {self.num_groups}, must be a divisor of num_experts {self.num_experts}")
             elif self.top_groups * each < self.top_k:
-                found.append(f"{self.top_groups} top_groups of {each} experts are fewer than top_k {self.top_k}")
+                found.append(
+                    f"top_groups is {self.top_groups}, with {each} experts each: fewer experts than top_k {self.top_k}"
+                )
         if self.has_bias and self.score_after_topk:
-            found.append("bias is added to scores: it cannot be had with score_after_topk")
+            found.append("bias is added to scores, so it does not work with score_after_topk")
         if self.sinkhorn and self.top_k != 1:
-            found.append(f"sinkhorn chooses one expert, top_k is {self.top_k}")
+            found.append(f"top_k is {self.top_k}, must be 1 with sinkhorn")
         if self.sinkhorn and (self.has_bias or self.num_groups > 1):
-            found.append("sinkhorn chooses among all experts by itself: it takes no bias and no groups")
+            found.append("sinkhorn balances over all experts: it takes no bias and no groups")
         return found
 
     def reset_parameters(self) -> None:
@@ -209,17 +211,17 @@ class Router(nn.Module):
         needed_by = [name for name in ("sequence_loss", "jitter") if self.training and getattr(self, name)]
         if layout is None:
             if needed_by:
-                raise ValueError(f"{at}{' and '.join(needed_by)} cannot do without a TokenLayout")
+                raise ValueError(f"{at}layout is None, but {' and '.join(needed_by)} needs a TokenLayout")
             return
         if layout.rows != x.shape[0]:
             raise ValueError(f"{at}x has {x.shape[0]} rows, the layout {layout.rows}")
         if "jitter" in needed_by and layout.dropout is None:
-            raise ValueError(f"{at}jitter needs a seed and a step: CausalLM.set_dropout(seed, step) each step")
+            raise ValueError(f"{at}jitter needs a seed and a step: call CausalLM.set_dropout before each step")
         world_size = 1 if group is None else place(group).world_size
         if "sequence_loss" in needed_by and layout.is_split and len(layout.sizes) != world_size:
             raise ValueError(
-                f"{at}the layout splits sequences over {len(layout.sizes)} ranks, the group has {world_size}: "
-                "sequence_loss needs those ranks as sequence_group"
+                f"{at}the layout splits sequences over {len(layout.sizes)} ranks, but the group has {world_size}; "
+                "sequence_loss needs the layout's ranks as sequence_group"
             )
 
     def _logits(self, x: Tensor, layout: TokenLayout | None) -> Tensor:

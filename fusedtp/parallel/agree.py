@@ -56,8 +56,8 @@ def _refuse_different(plans: list[dict[str, Any]]) -> None:
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise ValueError(
-            f"ranks found different plans: {'; '.join(differing[:3])}{more}; the model must be the same on all ranks, "
-            "or be given a plan, plan={...}"
+            f"ranks found different plans: {'; '.join(differing[:3])}{more}; build the same model on all ranks, "
+            "or pass plan={...}"
         )
 
 
@@ -73,8 +73,8 @@ def _refuse_weights(differing: list[str]) -> None:
     if differing:
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
         raise ValueError(
-            f"ranks hold other values of {', '.join(differing[:5])}{more}; all must start from the same model: load "
-            "one checkpoint, or seed alike before making it"
+            f"ranks hold different values of {', '.join(differing[:5])}{more}; load the same checkpoint on all ranks, "
+            "or call torch.manual_seed with the same seed before building the model"
         )
 
 
@@ -125,8 +125,8 @@ def check_same_inputs(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     ]
     if strange:
         raise ValueError(
-            f"{', '.join(strange[:3])}{' and others' if len(strange) > 3 else ''} came to the model after parallelize, "
-            "which knows nothing of their parameters; add adapters (get_peft_model) before it"
+            f"{', '.join(strange[:3])}{' and others' if len(strange) > 3 else ''}: added to the model after "
+            "parallelize; add adapters (get_peft_model) before it"
         )
     _refuse_inputs(_differing(_tensors_of((args, kwargs)), communicator(model._fusedtp.group)))
 
@@ -138,8 +138,8 @@ def _tensors_of(given: Any) -> dict[str, Tensor]:
 def _refuse_inputs(differing: list[str]) -> None:
     if differing:
         raise ValueError(
-            f"ranks of one tensor-parallel group got other inputs: {', '.join(differing)}; they must see the same "
-            "batch (a data loader's sampler divides by the data-parallel ranks alone)"
+            f"ranks of one tensor-parallel group got different inputs: {', '.join(differing)}; give them the same "
+            "batch (the data loader's sampler must count only data-parallel ranks)"
         )
 
 
@@ -172,9 +172,9 @@ def check_draws(model: Any) -> None:
     drawn = torch.tensor([float(watched.drawn())], device=comm.device)
     if gather_tokens(drawn, comm.name, (1,) * comm.world_size).any():
         raise ValueError(
-            "ranks of one tensor-parallel group draw other random numbers, so that dropout would make other values of "
-            "what all of them hold; seed all ranks of the group alike, torch.manual_seed(seed), before the first step "
-            "(torch seeds every process differently)"
+            "ranks of one tensor-parallel group draw different random numbers, so dropout would change replicated "
+            "tensors differently; call torch.manual_seed with the same seed on all ranks of the group before the "
+            "first step (torch seeds every process differently)"
         )
     _once(model, watch_draws)
 
@@ -205,8 +205,8 @@ def check_gradients(x: Tensor) -> None:
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter) and not isinstance(leaf, DTensor):
             raise ValueError(
-                f"a parameter of shape {tuple(leaf.shape)} works on this rank's tokens alone, and nothing sums its "
-                "gradient over ranks; plan its module too, as fusedtp.Replicated() or torch's SequenceParallel()"
+                f"a parameter of shape {tuple(leaf.shape)} sees only this rank's tokens, but nothing sums its "
+                "gradient over ranks; add its module to the plan, as fusedtp.Replicated() or torch's SequenceParallel()"
             )
         nodes += [following for following, _ in node.next_functions]
 

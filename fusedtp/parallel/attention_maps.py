@@ -73,6 +73,6 @@ def _refuse_parts(model: Any, done: Mapping[str, Any], outputs: Mapping[str, Any
         for x, own in zip(tree_leaves(value), before, strict=True):
             if isinstance(x, Tensor) and x.dim() == 4 and x is own and x.shape[1] not in wanted:
                 raise ValueError(
-                    f"{key}: this rank's {x.shape[1]} of {max(wanted)} heads, which cannot be gathered: the model made "
-                    "other tensors of them; ask for output_attentions without torch.compile"
+                    f"{key}: this rank's {x.shape[1]} of {max(wanted)} heads cannot be gathered, because the model "
+                    "returns them as new tensors; call it without torch.compile to get output_attentions"
                 )

@@ -155,7 +155,7 @@ def to_transformers(
         _check_shapes(theirs, shapes, model)
         on_meta_still = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         if on_meta_still:
-            raise ValueError(f"on the meta device still, without values: {', '.join(on_meta_still)}")
+            raise ValueError(f"still on the meta device: {', '.join(on_meta_still)}; load their values first")
     writes = mesh is None or not any(mesh._get_root_mesh().get_coordinate() or ())
     full = _gathered(model, writes)
     with _together(mesh):
@@ -208,20 +208,23 @@ class _InMemory:
         self.model, self.config = model, deepcopy(model.config)
         unknown = [name for name in changes if not hasattr(self.config, name)]
         strange = [
-            f"{name} is a {type(module).__name__}, which is not of {family.model_class}"
+            f"{name} is a {type(module).__name__}, which is not part of {family.model_class}"
             for name, module in model.named_modules()
             if not type(module).__module__.startswith(("torch.nn.", "transformers."))
         ]
         self.tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
         dtypes = {x.dtype for x in self.tensors.values()}
-        faults = [f"its configuration has no {name}" for name in unknown] + strange
+        faults = [f"the config has no {name}" for name in unknown] + strange
         faults += [f"{name} is a DTensor" for name, x in self.tensors.items() if isinstance(x, DTensor)]
-        faults += [f"{name} is on meta, without values" for name, x in self.tensors.items() if x.is_meta]
+        faults += [
+            f"{name} is on the meta device; load its values first" for name, x in self.tensors.items() if x.is_meta
+        ]
         if len(dtypes) > 1:
             faults.append(f"its parameters have several dtypes: {', '.join(sorted(map(str, dtypes)))}")
         self.tied = model.lm_head.weight is model.model.embed_tokens.weight
         if changes.get("tie_word_embeddings", self.tied) != self.tied:
-            faults.append(f"tie_word_embeddings is {changes['tie_word_embeddings']}, but the weights are not so")
+            found = "tied" if self.tied else "not tied"
+            faults.append(f"tie_word_embeddings is {changes['tie_word_embeddings']}, but the weights are {found}")
         _refuse(f"from_transformers cannot read this {type(model).__name__}", faults)
         for name, value in changes.items():
             setattr(self.config, name, value)
@@ -302,7 +305,7 @@ def _check_shapes(theirs: Any, got: Mapping[str, torch.Size], model: CausalLM) -
     faults = [f"{name} is missing" for name in missing]
     faults += [f"{name} is unexpected" for name in got.keys() - wanted.keys()]
     faults += [
-        f"{name} has shape {tuple(got[name])}, CausalLM's {wanted[name]}"
+        f"{name} has shape {tuple(got[name])}, but {wanted[name]} in CausalLM"
         for name in wanted.keys() & got.keys()
         if tuple(got[name]) != wanted[name]
     ]
@@ -368,7 +371,7 @@ def _family(model: Any) -> Family:
         if type(model).__name__ == family.model_class and type(model).__module__.startswith("transformers."):
             return family
     known = ", ".join(family.model_class for family in FAMILIES.values())
-    raise ValueError(f"CausalLM does not compute {type(model).__name__}, only {known}")
+    raise ValueError(f"CausalLM does not support {type(model).__name__}, only {known}")
 
 
 def _translated(
@@ -381,7 +384,7 @@ def _translated(
     family = _family(model)
     faults = [
         *_unknown(config, family, ignore),
-        *(f"{name} is no option" for name in options.keys() - {*OPTIONS}),
+        *(f"unknown option {name}" for name in options.keys() - {*OPTIONS}),
     ]
     own = {name: getattr(config, name) for name in SAME}
     own["head_dim"] = getattr(config, "head_dim", None)
@@ -394,8 +397,8 @@ def _translated(
     own |= _rope(model, config, faults)
     if config.pad_token_id is not None:
         faults.append(
-            f"pad_token_id is {config.pad_token_id}, whose embedding transformers does not train; pass "
-            "pad_token_id=None if no token of yours is padding"
+            f"pad_token_id is {config.pad_token_id}, and transformers does not train its embedding; pass "
+            "pad_token_id=None if your data has no padding"
         )
     wanted = dict(options)
     moe = _experts(config, wanted, faults) if family.experts else None
@@ -404,7 +407,7 @@ def _translated(
         made = ModelConfig(**{**own, **wanted, **more, "moe": moe})
     except (ValueError, TypeError) as error:
         faults.append(str(error))
-    _refuse(f"CausalLM does not compute this {type(model).__name__}", faults)
+    _refuse(f"CausalLM does not support this {type(model).__name__}", faults)
     assert made is not None
     return made
 
@@ -414,7 +417,7 @@ def _unknown(config: Any, family: Family, ignore: Collection[str]) -> list[str]:
     known = {*READ, *HARMLESS, *family.reads, *ignore}
     defaults = type(config)().to_dict()
     return [
-        f"{name} is {value!r}, which is unknown here; list it in ignore if it changes nothing"
+        f"{name} is {value!r}, which CausalLM does not read; list it in ignore if it does not change the result"
         for name, value in config.to_dict().items()
         if name not in known and not (name in defaults and defaults[name] == value)
     ]
@@ -431,7 +434,9 @@ def _window(config: Any, family: Family, faults: list[str]) -> int | None:
     if window is None or kinds <= {"full_attention"}:
         return None
     if kinds != {"sliding_attention"}:
-        faults.append(f"layer_types are of several kinds: {', '.join(sorted(kinds))}")
+        faults.append(
+            f"layer_types has {', '.join(sorted(kinds))}; all layers must be full_attention or all sliding_attention"
+        )
     return window
 
 
@@ -456,8 +461,8 @@ def _rope(model: Any, config: Any, faults: list[str]) -> dict[str, Any]:
     if not same or not math.isclose(factor, rotary.attention_scaling, rel_tol=near):
         strange = sorted(given.keys() - names - {"rope_type", "type", "rope_theta"})
         faults.append(
-            f"rope_parameters {given} turn by other angles than CausalLM's"
-            + (f", which does not know {', '.join(strange)}" if strange else "")
+            f"rope_parameters {given} give other frequencies than in CausalLM"
+            + (f", which does not read {', '.join(strange)}" if strange else "")
         )
     return {"rope_theta": theta, "rope_scaling": scaling}
 
@@ -470,22 +475,24 @@ def _experts(config: Any, options: dict[str, Any], faults: list[str]) -> MoEConf
         every, named = config.decoder_sparse_step, config.mlp_only_layers or ()
         dense = {i for i in range(layers) if i in named or (i + 1) % every or config.num_experts <= 0}
     if dense != set(range(len(dense))):
-        faults.append(f"layers {sorted(dense)} are dense, not the first ones (mlp_only_layers, decoder_sparse_step)")
+        faults.append(
+            f"layers {sorted(dense)} are dense, not only the first ones (mlp_only_layers, decoder_sparse_step)"
+        )
     chosen = {name: options.pop(name) for name in list(options) if name in own}
     if len(dense) == layers:
         return None
     if getattr(config, "router_jitter_noise", 0.0):
         faults.append(
-            f"router_jitter_noise is {config.router_jitter_noise}, which transformers gives experts too; pass "
-            "router_jitter_noise=0.0, and options={'jitter': ...} for the router alone"
+            f"router_jitter_noise is {config.router_jitter_noise}, and transformers also applies it to the input of "
+            "experts; pass router_jitter_noise=0.0, and options={'jitter': ...} for the router alone"
         )
     balance = 0.0
     if config.output_router_logits:
         balance = config.router_aux_loss_coef * config.num_experts_per_tok
         if layers - len(dense) > 1 and balance:
             faults.append(
-                "output_router_logits is True: that balance loss pools the layers, CausalLM's is of each; pass "
-                "output_router_logits=False, and options={'balance_loss': ...}"
+                "output_router_logits is True: transformers computes one balance loss over all layers, CausalLM one "
+                "per layer; pass output_router_logits=False and options={'balance_loss': ...}"
             )
     try:
         return MoEConfig(
@@ -532,13 +539,13 @@ def _theirs(model: CausalLM, changes: dict[str, Any]) -> Any:
         name for name in UNWRITTEN if found.get(name, 0) != wanted.get(name, 0)
     }
     _refuse(
-        f"{type(theirs).__name__} does not compute this CausalLM",
-        [f"{name} is {wanted[name]!r}, there {found.get(name)!r}" for name in sorted(different - {*UNWRITTEN})],
+        f"{type(theirs).__name__} cannot represent this CausalLM",
+        [f"{name} is {wanted[name]!r}, but {found.get(name)!r} there" for name in sorted(different - {*UNWRITTEN})],
     )
     lost = sorted(different & {*UNWRITTEN})
     if lost:
         named = ", ".join(f"{name}={wanted[name]!r}" for name in lost)
-        warnings.warn(f"not written, as transformers has no such option: {named}", stacklevel=3)
+        warnings.warn(f"not saved, because transformers has no such option: {named}", stacklevel=3)
     return theirs
 
 

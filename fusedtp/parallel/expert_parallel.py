@@ -115,28 +115,30 @@ class ExpertSplit:
         if self.mesh is None:
             return
         if not isinstance(mesh, DeviceMesh) or self.mesh.ndim != 1:
-            raise ValueError(f"the experts' mesh {self.mesh} must be 1-D, and the model's a DeviceMesh too")
+            raise ValueError(f"the experts' mesh {self.mesh} must be 1-D, and the model's mesh a DeviceMesh")
         everyone, own = self.mesh.mesh.tolist(), mesh.mesh.tolist()
         begin = everyone.index(own[0]) if own[0] in everyone else -1
         if begin < 0 or begin % len(own) or everyone[begin : begin + len(own)] != own:
             raise ValueError(
-                f"the ranks {everyone} of the experts' mesh hold those of the model's, {own}, not one after another"
+                f"the model's ranks {own} must be one of the blocks of {len(own)} consecutive ranks in the "
+                f"experts' mesh {everyone}"
             )
 
     def shares(self, num_experts: int, ranks: int) -> Shares:
         """The division of num_experts over the ranks. Raises ValueError if they cannot be shared this way."""
         sets, rest = divmod(ranks, self.tensor_parallel) if self.tensor_parallel > 0 else (0, 1)
         if rest:
-            raise ValueError(f"{ranks} ranks are no multiple of tensor_parallel = {self.tensor_parallel}")
+            raise ValueError(f"tensor_parallel is {self.tensor_parallel}, must be a divisor of {ranks} ranks")
         replicas = self.replicas
         if replicas is None:
             replicas = sets // num_experts if num_experts < sets and sets % num_experts == 0 else 1
         blocks, rest = divmod(sets, replicas) if replicas > 0 else (0, 1)
         if rest:
-            raise ValueError(f"{sets} sets of ranks are no multiple of replicas = {replicas}")
+            raise ValueError(f"replicas is {replicas}, must be a divisor of {sets} (ranks / tensor_parallel)")
         if num_experts % blocks:
             among = f"{blocks} ranks" if blocks == ranks else f"{blocks} of {ranks} ranks"
-            raise ValueError(f"{num_experts} experts do not divide among {among}{_what_would(num_experts, ranks)}")
+            advice = _what_would(num_experts, ranks)
+            raise ValueError(f"{num_experts} experts cannot be divided evenly among {among}{advice}")
         return Shares(blocks, replicas, self.tensor_parallel)
 
     def faults(self, module: Any, ranks: int) -> list[str]:
@@ -147,17 +149,19 @@ class ExpertSplit:
             return [str(error)]
         found = []
         if 0 in shares.way(1).sizes(1, module.hidden):
-            found.append(f"experts of {module.hidden} features leave one of {shares.tensor_parallel} ranks without any")
+            found.append(
+                f"hidden is {module.hidden}, too small for {shares.tensor_parallel} ranks: one would get no features"
+            )
         if self.nodes < 1 or ranks % self.nodes:
-            found.append(f"{ranks} ranks are not as many of each of {self.nodes} nodes")
+            found.append(f"nodes is {self.nodes}, must be a divisor of {ranks} ranks")
         if self.nodes > 1 and module.bounded:
-            found.append("rows that travel in two stages have no bound: no max_rows, recv_capacity or on_overflow")
+            found.append(f"nodes is {self.nodes}, which does not support max_rows, recv_capacity or on_overflow")
         return found
 
 
 def _what_would(num_experts: int, ranks: int) -> str:
     found = [str(n) for n in range(2, ranks + 1) if ranks % n == 0 and num_experts % (ranks // n) == 0]
-    return f"; ExpertSplit(tensor_parallel={' or '.join(found)}) would" if found else ""
+    return f"; use ExpertSplit(tensor_parallel={' or '.join(found)})" if found else ""
 
 
 @dataclass(frozen=True, kw_only=True)

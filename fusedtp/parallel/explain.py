@@ -70,7 +70,7 @@ class Explanation:
                 counted = ", ".join(f"{engine} {n}" for engine, n in engine_calls.items())
                 lines.append(f"calls so far in group {group}: {operation}: {counted}")
         lines += [f"whole on every rank: {name or 'the model'}: {why}" for name, why in self.whole.items()]
-        lines += [f"local to its rank in {name}: {what}" for name, what in self.local.items()]
+        lines += [f"changed to local values in {name}: {what}" for name, what in self.local.items()]
         if self.gathered:
             counted = ", ".join(f"{name} {n}" for name, n in self.gathered.items())
             lines.append(f"gathered so far, for the model's own code: {counted}")
@@ -111,7 +111,7 @@ def explain(model: nn.Module, tokens: int = 4096, dtype: torch.dtype | None = No
     ours = getattr(model, "_fusedtp", None)
     whole, gathered = (dict(ours.whole), dict(ours.gathered)) if ours is not None else ({}, {})
     if ours is not None and (compiled or ours.compiled):
-        whole["tokens between layers"] = "the model is compiled, or a part of it, or was"
+        whole["tokens between layers"] = "the model or a part of it is or was compiled"
     return Explanation(tuple(layers), tokens, calls, tuned.summary(), whole, local, gathered)
 
 

@@ -367,9 +367,9 @@ def own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _refuse_unknown(context: Any) -> None:
     kind = context.get_local("self").python_type().__name__
     raise RuntimeError(
-        f"whether ranks see other heads in {kind}, which no plan names, is learned in a first forward and backward "
-        "that are not compiled (in several, where a gradient is one number or zero): make such a step first, or name "
-        "it in the plan ('replicated_with_grad_allreduce')"
+        f"{kind} is not in the plan, so one uncompiled forward and backward must show whether ranks see different "
+        "heads in it (several, if a gradient is a single number or zero); run such a step before compiling, or add "
+        "it to the plan as 'replicated_with_grad_allreduce'"
     )
 
 
@@ -554,7 +554,7 @@ class Foreign(Style):
 
     def faults(self, module: Any, world_size: int) -> list[str]:
         if getattr(module, "max_norm", None) is not None:
-            return ["an embedding with max_norm changes its table when it reads it: it can be neither split nor copied"]
+            return ["an embedding with max_norm changes its table when it is read; build it without max_norm"]
         return [
             fault
             for name, parameter in module.named_parameters(recurse=False)
@@ -611,7 +611,7 @@ class LatentProjection(Foreign):
 
     def faults(self, module: Any, world_size: int) -> list[str]:
         if self.rotary_width is None:
-            return ["the model's config has no qk_rope_head_dim, which says how wide its rotary keys are"]
+            return ["the model's config has no qk_rope_head_dim, the width of its rotary keys"]
         return super().faults(module, world_size)
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
@@ -749,7 +749,8 @@ def _uneven(name: str, parameter: Tensor, placement: Placement, world_size: int)
     each, rest = divmod(int(parameter.shape[placement.dim]), int(placement.split_factor))
     if not rest and each % world_size == 0:
         return []
-    return [f"{name} packs {placement.split_factor} matrices of {each} features, which {world_size} ranks cannot share"]
+    packed = f"{name} packs {placement.split_factor} matrices of {each} features"
+    return [f"{packed}, which {world_size} ranks cannot share evenly"]
 
 
 def _unaligned(module: Any, name: str, parameter: Tensor, placement: Placement, world_size: int) -> list[str]:
@@ -762,8 +763,8 @@ def _unaligned(module: Any, name: str, parameter: Tensor, placement: Placement, 
     if width * size % 16 or not any(part * size % 16 for part in split(width, world_size)):
         return []
     return [
-        f"{name}: a part of {width} features on each of {world_size} ranks is no multiple of 16 bytes, as grouped_mm "
-        "needs; give experts=fusedtp.ExpertSplit(), with which a rank holds whole experts"
+        f"{name}: {width} features split over {world_size} ranks give rows that are not a multiple of 16 bytes, as "
+        "grouped_mm needs; pass experts=fusedtp.ExpertSplit() to keep experts whole"
     ]
 
 
@@ -780,13 +781,13 @@ def faults_of_linear(module: Any) -> list[str]:
     """Why a module's forward cannot be replaced by the forward of a split linear."""
     weight = getattr(module, "weight", None)
     if not isinstance(module, nn.Linear) or not isinstance(weight, Tensor) or weight.dim() != 2:
-        return [f"{type(module).__name__} is no linear layer with a weight [out_features, in_features]"]
+        return [f"{type(module).__name__} is not a linear layer with a weight [out_features, in_features]"]
     if type(module).forward is not nn.Linear.forward:
-        return [f"{type(module).__name__} has a forward of its own, which splitting would replace"]
+        return [f"{type(module).__name__} has its own forward, which splitting would replace"]
     return computed(module) + _patched(module)
 
 
 def _patched(module: Any) -> list[str]:
     if "forward" not in module.__dict__:
         return []
-    return ["its forward was replaced on the instance, so what it does is not known"]
+    return ["its forward was replaced on the instance; parallelize before patching it"]

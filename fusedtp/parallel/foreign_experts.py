@@ -119,12 +119,12 @@ class ExpertsByRank(Foreign):
 
     def faults(self, module: Any, world_size: int) -> list[str]:
         if not isinstance(getattr(module, "num_experts", None), int):
-            return [f"{type(module).__name__} does not say how many experts it has (num_experts)"]
+            return [f"{type(module).__name__} has no integer attribute num_experts"]
         if module.num_experts % world_size:
-            return [f"{module.num_experts} experts do not divide among {world_size} ranks"]
+            return [f"{module.num_experts} experts cannot be divided evenly among {world_size} ranks"]
         of_each = [p.shape[0] == module.num_experts for p in module.parameters()]
         if not all(of_each) or not of_each:
-            return [f"{type(module).__name__} has parameters that are not one of each expert"]
+            return [f"{type(module).__name__} needs parameters [num_experts, ...], with one entry per expert"]
         return []
 
     def placement(self, name: str, parameter: Tensor) -> Placement:

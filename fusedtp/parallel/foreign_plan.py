@@ -243,14 +243,14 @@ def _named_by(
         for name in matching:
             found = words if name in of_modules else parameters
             if name in found and complete:
-                faults.append(f"{name}: more than one pattern of the plan names it, {pattern} the last")
+                faults.append(f"{name}: more than one pattern of the plan matches it; the last is {pattern}")
             if word not in (WORDS if name in of_modules else PARAMETERS):
-                kind = "parameters, and this is a module" if name in of_modules else "modules, and this is a parameter"
+                kind = "parameters, but this is a module" if name in of_modules else "modules, but this is a parameter"
                 faults.append(f"{name}: {word!r} is for {kind}")
                 continue
             found[name] = word
     if not words and not parameters and not faults:
-        faults.append("its plan names no module of it")
+        faults.append("its plan matches none of its modules")
     return words, parameters, faults
 
 
@@ -262,8 +262,8 @@ def _sums_of_wholes(named: Mapping[str, Any], styles: Mapping[str, Foreign], wor
         if any(not isinstance(at, Replicate) for at in style.placements(named[name], world_size).values())
     ]
     return [
-        f"{generic(name)}: its outputs are summed over ranks, but the plan splits no parameter of it (load a quantized "
-        "model unquantized)"
+        f"{generic(name)}: its outputs are summed over ranks, but the plan splits none of its parameters; load a "
+        "quantized model unquantized"
         for name, style in styles.items()
         if type(style) is Summed and world_size > 1 and not any(f"{each}.".startswith(f"{name}.") for each in split)
     ]

@@ -59,7 +59,7 @@ def infer_or_refuse(model: nn.Module, world_size: int, sequence_parallel: bool) 
     """`infer`; if no linear layer can be split, raises ValueError that says why for each of them."""
     found = infer(model, world_size, sequence_parallel)
     if not found.plan and found.whole:
-        advice = "it has no tp_plan and none could be inferred; give one, as plan={'...up_proj': 'colwise'}"
+        advice = "it has no tp_plan and none could be inferred; pass one, such as plan={'...up_proj': 'colwise'}"
         refuse(model, world_size, [advice, *(f"{name}: {why}" for name, why in found.whole.items())])
     return found
 
@@ -75,7 +75,7 @@ def infer(model: nn.Module, world_size: int, sequence_parallel: bool = True) -> 
         return Inferred({}, {})
     if len(linears) < 2:
         others = {generic(n): m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in linears}
-        own = "{} has a forward of its own"
+        own = "{} has its own forward"
         return Inferred({}, {name: (computed(m) or [own.format(type(m).__name__)])[0] for name, m in others.items()})
     twin = _twin(model)
     search = Search(model if twin is None else twin, model, max(world_size, 2), sequence_parallel)
@@ -160,7 +160,9 @@ class Search:
             needed = ", ".join(p.name for p in _required(module))
             for child, inner in module.named_modules():
                 if is_linear(inner):
-                    self.why[_join(name, child)] = f"{type(module).__name__}{NEEDS}{needed or 'inputs'}"
+                    self.why[_join(name, child)] = (
+                        f"{type(module).__name__} could not be run: it{NEEDS}{needed or 'other inputs'}"
+                    )
         for child, inner in module.named_children():
             yield from self._observed(_join(name, child), inner)
 
@@ -264,7 +266,7 @@ class Search:
             for found in kinds.values():
                 fault = trial.verdict({**self.words, **found})
                 if fault:
-                    self.why.update(dict.fromkeys(found, f"the whole model, split, is not the same: {fault}"))
+                    self.why.update(dict.fromkeys(found, f"the whole model differs when it is split: {fault}"))
                 else:
                     self.words.update(found)
         self.concluded = True
@@ -294,7 +296,7 @@ class Search:
                 break
             for unit, found in self.units:
                 if unit in bad:
-                    self.why.update(dict.fromkeys(found, f"{bad[unit]} is used outside of {unit}, too"))
+                    self.why.update(dict.fromkeys(found, f"{bad[unit]} is also used outside {unit}"))
             self.units = [each for each in self.units if each[0] not in bad]
             self.words = {name: word for _, found in self.units for name, word in found.items()}
 
@@ -313,7 +315,7 @@ class Search:
                 if explicit:
                     plan[name] = word
                 else:
-                    whole[name] = "layers of its kind differ"
+                    whole[name] = "layers of the same kind would be split differently"
         own = dict(model.named_modules())
         split = {name for name in own if any(matches(pattern, name) for pattern in plan)}
         for name, module in own.items():
@@ -322,9 +324,9 @@ class Search:
                     (why for other, why in self.why.items() if generic(other) == generic(name)), ""
                 )
                 alone = any(generic(other) == generic(name) for other in split)
-                whole[name if alone else generic(name)] = reason or "no layers beside it share its features"
+                whole[name if alone else generic(name)] = reason or "no linear layer was found to pair with it"
         if plan and not self.concluded:
-            whole[""] = "each split module was proved alone: the whole needs inputs that are not known"
+            whole[""] = "each split module was proved alone, because inputs of the whole model are unknown"
         return Inferred(plan, whole)
 
 

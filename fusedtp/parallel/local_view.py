@@ -90,7 +90,7 @@ class LocalView(Foreign):
         for name in self.attributes:
             value = module.__dict__.get(name)
             if type(value) is not int:
-                found.append(f"it has no attribute {name} that is an int")
+                found.append(f"it has no integer attribute {name}")
             elif value % world_size:
                 found.append(f"{name} is {value}, which {world_size} ranks cannot share evenly")
         return found
@@ -142,7 +142,7 @@ class NarrowInput(Tensor):
         if name == "requires_grad":
             return args[0].whole.requires_grad
         if name not in METADATA:
-            raise RuntimeError(f"{name} of an input of which only the shape and linear layers' products are split")
+            raise RuntimeError(f"{name} of an input that reports this rank's width; only linear layers can use it")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -150,7 +150,7 @@ class NarrowInput(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        raise RuntimeError(f"{func} of an input of which only the shape and linear layers' products are split")
+        raise RuntimeError(f"{func} of an input that reports this rank's width; only linear layers can use it")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"NarrowInput({tuple(self.shape)} of {tuple(self.whole.shape)})"
@@ -190,7 +190,7 @@ def features_of(module: Any) -> tuple[int, int]:
 
 
 def _conv1d_faults(module: Any) -> list[str]:
-    return computed(module) if is_conv1d(module) else [f"{type(module).__name__} is no Conv1D"]
+    return computed(module) if is_conv1d(module) else [f"{type(module).__name__} is not a Conv1D"]
 
 
 class _Transposed(NamedTuple):

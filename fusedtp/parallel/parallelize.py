@@ -134,11 +134,11 @@ def refuse_split_by_transformers(model: nn.Module) -> None:
 def with_experts(model: nn.Module, plan: Mapping[str, Any], experts: ExpertSplit) -> dict[str, Any]:
     """The plan with whole experts per rank, taken from the model's ep_plan. Raises ValueError if it has no ep_plan."""
     if experts != ExpertSplit():
-        raise ValueError("experts of a model of others lie whole on the ranks of the mesh: experts=ExpertSplit()")
+        raise ValueError(f"{type(model).__name__} takes only experts=ExpertSplit() without arguments, not {experts}")
     own = dict(getattr(model, "ep_plan", None) or {})
     modules = [pattern for pattern, word in own.items() if word == "ep_dispatch_experts"]
     if not modules:
-        raise ValueError(f"{type(model).__name__} has no plan for experts that lie whole on ranks (ep_plan)")
+        raise ValueError(f"{type(model).__name__} has no ep_plan with ep_dispatch_experts; leave out experts")
     rest = {
         pattern: word
         for pattern, word in plan.items()
@@ -180,13 +180,14 @@ def _proved(
             raise ValueError(f"{type(model).__name__} cannot be proved: {why}") from why
         if isinstance(why, OtherCode):
             warnings.warn(
-                f"{type(model).__name__} is split by the plan of its class, which is not proved for it: {why}. Compare "
-                "its outputs and gradients with one process; prove=True refuses it, prove=False expects this",
+                f"{type(model).__name__} is split by the plan of its class, but that plan is not proved for it: {why}. "
+                "Compare its outputs and gradients with a single process; prove=True makes this an error, prove=False "
+                "silences this warning",
                 stacklevel=3,
             )
         return plan, {"": f"not proved: {why}"}
     if not proof.exact:
-        raise ValueError(f"{type(model).__name__}, split by this plan, does not compute the same:\n  {proof}")
+        raise ValueError(f"{type(model).__name__} is not exact when it is split by this plan:\n  {proof}")
     return plan, {}
 
 

@@ -287,11 +287,11 @@ def place(parameter: nn.Parameter, mesh: Mesh, way: Way) -> nn.Parameter:
     Raises ValueError if the parameter is a DTensor already, or if tied parameters would get different placements.
     """
     if isinstance(parameter, DTensor):
-        raise ValueError(f"the parameter is a DTensor already: {parameter.placements} on {parameter.device_mesh}")
+        raise ValueError(f"the parameter is already a DTensor: {parameter.placements} on {parameter.device_mesh}")
     known = getattr(parameter, "_fusedtp_placed", None)
     if known is not None and known[0] == mesh:
         if known[1] != way:
-            raise ValueError(f"tied parameters cannot lie as {known[1]!r} and as {way!r}")
+            raise ValueError(f"tied parameters cannot be placed both as {known[1]!r} and as {way!r}")
         return known[2]
     shard = way.part(_on_device(parameter.detach(), mesh), _coordinate(mesh, way))
     if isinstance(mesh, DeviceMesh):

@@ -155,7 +155,7 @@ def _planned(
     styles: dict[str, Any] = {}
     faults: list[str] = []
     if not plan:
-        faults.append("it has no tp_plan, nor has any of its submodules; give one, as plan={'...up_proj': 'colwise'}")
+        faults.append("neither it nor any submodule has a tp_plan; pass one, such as plan={'...up_proj': 'colwise'}")
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle) and style not in (*STYLES, *shared):
             known = ", ".join([*STYLES, *shared])
@@ -166,11 +166,11 @@ def _planned(
             faults.append(f"{pattern}: no module has such a name")
         for name in matching:
             if name in styles:
-                faults.append(f"{name}: more than one pattern of the plan names it, {pattern} the last")
+                faults.append(f"{name}: more than one pattern of the plan matches it; the last is {pattern}")
             style = shared.get(style, style) if isinstance(style, str) else style
             styles[name] = style if isinstance(style, ParallelStyle) else _styled(named, name, style, options)
     foreign = [name for name, style in styles.items() if not isinstance(style, Style)]
-    faults += [f"{name}: {type(styles.pop(name)).__name__} is no style of fusedtp" for name in foreign]
+    faults += [f"{name}: {type(styles.pop(name)).__name__} is not a style of fusedtp" for name in foreign]
     return styles, faults
 
 

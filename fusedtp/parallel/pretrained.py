@@ -93,7 +93,7 @@ def on_meta(name: Any, files: Files, model_class: Any, dtype: Any, hub: dict[str
     if unknown:
         raise ValueError(f"{type(config).__name__} has no {', '.join(sorted(unknown))}")
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{name} is quantized, which from_pretrained cannot read")
+        raise ValueError(f"{name} is quantized; from_pretrained needs an unquantized checkpoint")
     if attention is not None:
         config._attn_implementation = attention
     if dtype == "auto":
@@ -181,7 +181,7 @@ class Files:
         try:
             where: dict[str, str] = json.loads(Path(path).read_text())["weight_map"]
         except (ValueError, KeyError, OSError) as error:
-            raise ValueError(f"{path} is no index of safetensors files: {error!r}") from error
+            raise ValueError(f"{path} is not an index of safetensors files: {error!r}") from error
         missing.clear()
         paths = {file: find(file) for file in sorted(set(where.values()))}
         absent = [file for file, found in paths.items() if found is None]
@@ -200,7 +200,7 @@ class Files:
             file = safe_open(path, "pt")
             self.tensors |= {name: OnDisk(file, name) for name in file.keys()}  # noqa: SIM118
         except Exception as error:  # safetensors raises its own class
-            raise ValueError(f"{path} is no whole safetensors file: {error}") from error
+            raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
 
     def floating_dtype(self) -> torch.dtype | None:
         """The dtype of the first floating-point tensor."""
@@ -270,7 +270,7 @@ class Stacked(Lazy):
         self.parts, self.dim = list(tensors), dim % (tensors[0].ndim + 1)
         shape, self.dtype = tensors[0].shape, tensors[0].dtype
         if any(part.shape != shape for part in self.parts):
-            raise ValueError(f"tensors to stack have shapes {[tuple(part.shape) for part in self.parts]}")
+            raise ValueError(f"tensors to stack have different shapes {[tuple(part.shape) for part in self.parts]}")
         self.shape = torch.Size([*shape[: self.dim], len(self.parts), *shape[self.dim :]])
 
     def read(self, box: Sequence[range]) -> Tensor:
@@ -286,7 +286,9 @@ class Joined(Lazy):
         self.dtype = tensors[0].dtype
         others = {(*part.shape[: self.dim], *part.shape[self.dim + 1 :]) for part in self.parts}
         if len(others) > 1:
-            raise ValueError(f"tensors to concatenate have shapes {[tuple(part.shape) for part in self.parts]}")
+            raise ValueError(
+                f"tensors to concatenate have incompatible shapes {[tuple(part.shape) for part in self.parts]}"
+            )
         shape = list(tensors[0].shape)
         shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
         self.shape = torch.Size(shape)
@@ -398,7 +400,7 @@ class Checkpoint:
         faults += [f"{name} is unexpected" for name in sorted(info.unexpected_keys)]
         if faults:
             lines = "".join(f"\n  - {fault}" for fault in faults)
-            raise ValueError(f"the checkpoint is not one of this {type(model).__name__}:{lines}")
+            raise ValueError(f"the checkpoint does not fit this {type(model).__name__}:{lines}")
 
     def _conversions(self, files: Files) -> tuple[list[Conversion], set[str]]:
         """transformers' conversions of the files' tensors, and names of tensors that it does not use."""
@@ -447,7 +449,7 @@ class Checkpoint:
                     continue
                 conversion.targets.append(name)
                 if tensor.shape != wanted[name]:
-                    faults.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(wanted[name])}")
+                    faults.append(f"{name} has shape {tuple(tensor.shape)}, wanted {tuple(wanted[name])}")
         return faults
 
     def differently_tied(self, rank: int, world_size: int) -> list[str]:

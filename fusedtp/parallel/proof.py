@@ -62,7 +62,7 @@ class Proof:
             f"outputs differ by {self.outputs:.1e}",
             f"gradients off: {len(off)} of {len(self.gradients)}",
         ]
-        lines += [f"values part at {self.where}"] if self.where else []
+        lines += [f"values diverge at {self.where}"] if self.where else []
         width = max(map(len, off), default=0)
         return "\n  ".join([*lines, *(f"{name.ljust(width)}  {error:.1e}" for name, error in off.items())])
 
@@ -133,7 +133,7 @@ def _copy_of(model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None) ->
 
 def _example(plain: nn.Module, device: torch.device) -> dict[str, Any]:
     if getattr(plain, "main_input_name", "") != "input_ids":
-        raise NoTwin("its input is not input_ids; give an example")
+        raise NoTwin("its input is not input_ids; call fusedtp.prove with an example")
     vocab = plain.get_input_embeddings().num_embeddings  # type: ignore[operator]
     ids = torch.randint(3, vocab, (2, 7), generator=torch.Generator().manual_seed(1)).to(device)
     mask = torch.ones_like(ids)

@@ -115,7 +115,7 @@ def _gather(
         _refuse_meta(state.items())
     aliases = _aliases(state)
     if any(other != aliases for other in exchange(mesh, aliases)):
-        raise ValueError("ranks were given state_dicts with different DTensors, which they can only gather together")
+        raise ValueError("ranks were given state_dicts with different DTensors; pass the same ones on all ranks")
     first = not any(mesh.get_coordinate() or ())
     writes = first and is_main_process is not False
     if is_main_process is None:
@@ -239,4 +239,4 @@ def _refuse_meta_once(model: Any, arguments: Any) -> None:
 def _refuse_meta(named: Any) -> None:
     found = [name for name, value in named if isinstance(value, Tensor) and value.is_meta]
     if found:
-        raise ValueError(f"on the meta device still, without values: {', '.join(found)}")
+        raise ValueError(f"still on the meta device: {', '.join(found)}; call to_empty and load their values first")

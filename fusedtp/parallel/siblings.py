@@ -85,8 +85,8 @@ def _unchanged(context: Any) -> None:
     seen = x.__dict__.setdefault("_fusedtp_seen", {})
     if seen.setdefault(id(first), x._version) != x._version:
         raise RuntimeError(
-            "the input of linear layers that share it is changed in place between them, which a compiled model of "
-            "others cannot see; write x = x + y"
+            "the input that linear layers share is changed in place between their calls, which compiled code does not "
+            "support; use an out-of-place operation, such as x = x + y"
         )
 
 

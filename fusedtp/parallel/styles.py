@@ -136,9 +136,9 @@ class FusedColwise(FusedStyle):
             return found
         heads, rest = divmod(module.weight.shape[0], self.head_dim)
         if rest:
-            return [f"{module.weight.shape[0]} features are no whole heads of {self.head_dim}"]
+            return [f"{module.weight.shape[0]} features are not a multiple of head_dim {self.head_dim}"]
         if heads % world_size and world_size % heads:
-            return [f"{heads} heads do not divide among {world_size} ranks"]
+            return [f"{heads} heads cannot be divided evenly among {world_size} ranks"]
         return []
 
     def _replicates(self, module: Any, world_size: int) -> bool:
@@ -179,7 +179,7 @@ class FusedEmbedding(FusedStyle):
 
     def faults(self, module: Any, world_size: int) -> list[str]:
         if not hasattr(module, "num_embeddings") or getattr(module, "weight", None) is None:
-            return [f"{type(module).__name__} is no embedding"]
+            return [f"{type(module).__name__} is not an embedding"]
         if computed(module):
             return computed(module)
         options = ("max_norm", "scale_grad_by_freq", "sparse")
@@ -210,9 +210,9 @@ class FusedExperts(FusedStyle):
 
     def faults(self, module: Any, world_size: int) -> list[str]:
         if not hasattr(module, "num_experts") or not hasattr(module, "down_proj"):
-            return [f"{type(module).__name__} is no fusedtp.nn.Experts"]
+            return [f"{type(module).__name__} is not a fusedtp.nn.Experts"]
         if self.dim != 0:
-            return ["experts take tokens as [T_r, H]: dim must be 0"]
+            return [f"dim is {self.dim}, must be 0: experts take tokens as [T_r, H]"]
         return self.split.faults(module, world_size)
 
     def ways(self, module: Any, ranks: int) -> dict[str, Way]:
@@ -260,7 +260,7 @@ class Replicated(Style):
             and isinstance(module, _BatchNorm)
             and not isinstance(module, nn.SyncBatchNorm)
         ):
-            return ["it normalizes over tokens, of which a rank sees its own only; use SyncBatchNorm, or partial=False"]
+            return ["it normalizes over tokens, but each rank sees only its own; use SyncBatchNorm, or partial=False"]
         return []
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
@@ -272,7 +272,7 @@ def already_parallel(module: Any) -> list[str]:
     if getattr(module, "parallel", None) is not None:
         return ["it is parallel already"]
     if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
-        return ["its parameters are DTensors already (apply fully_shard afterwards)"]
+        return ["its parameters are DTensors already; apply fully_shard after tensor parallelism"]
     return []
 
 
@@ -280,19 +280,19 @@ def linear_faults(module: Any) -> list[str]:
     """Why a module is not a linear layer that this library can split."""
     weight = getattr(module, "weight", None)
     if not hasattr(module, "in_features") or not isinstance(weight, Tensor) or weight.dim() != 2:
-        return [f"{type(module).__name__} is no linear layer with a weight [out_features, in_features]"]
+        return [f"{type(module).__name__} is not a linear layer with a weight [out_features, in_features]"]
     if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
-        return [f"{type(module).__name__} has a forward of its own, which splitting would replace"]
+        return [f"{type(module).__name__} has its own forward, which splitting would replace"]
     if isinstance(module, NonDynamicallyQuantizableLinear):
-        return ["nn.MultiheadAttention reads its weight and never calls it; leave it out"]
+        return ["nn.MultiheadAttention reads its weight and never calls it; leave it out of the plan"]
     return computed(module)
 
 
 def computed(module: Any, placed: Iterable[str] = ("weight", "bias")) -> list[str]:
     """Faults for tensors that a plan would split but that are computed: by parametrizations, weight_norm, pruning."""
     return [
-        f"its {key} is computed from other parameters, which no plan splits: call remove_parametrizations (of torch.nn."
-        "utils.parametrize), remove_weight_norm or prune.remove first, or leave it out of the plan"
+        f"its {key} is computed from other parameters, which a plan cannot split; call remove_parametrizations (of "
+        "torch.nn.utils.parametrize), remove_weight_norm or prune.remove first, or leave it out of the plan"
         for key in placed
         if key not in module._parameters and isinstance(getattr(module, key, None), Tensor)
     ]
@@ -317,8 +317,8 @@ class NotPickled:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a split module is one rank's part, and pickle cannot restore it; save its state_dict(), with "
-            "torch.distributed.checkpoint, or a model of transformers by save_pretrained"
+            "a split module is one rank's part, and pickle cannot restore it; save its state_dict() with "
+            "torch.distributed.checkpoint, or a transformers model with save_pretrained"
         )
 
 

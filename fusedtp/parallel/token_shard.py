@@ -119,8 +119,8 @@ class Memory:
             if copy.full._version != copy.version:
                 if not torch.is_grad_enabled() and _base(copy.full).grad_fn is not copy.node:
                     raise RuntimeError(
-                        "a view over tokens of a TokenShard was changed in place, and then the TokenShard was given to "
-                        "an autograd.Function, or used without gradients; assign to it, x[index] = value"
+                        "a view over tokens of a TokenShard was changed in place before the TokenShard was passed to "
+                        "an autograd.Function or used without gradients; write x[index] = value instead"
                     )
                 copy.version, copy.node = copy.full._version, _base(copy.full).grad_fn
                 copy.local.copy_(_rows_of(copy.full, copy.lead, copy.tokens))
@@ -334,7 +334,7 @@ def _below_autograd(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs sums and copies of gradients on local rows, everything else on the gathered tensor."""
     name = func.overloadpacket.__name__
     if func.namespace == "c10d":
-        raise NotImplementedError(f"{name} of a TokenShard, of which each rank has other rows; take its full_tensor()")
+        raise NotImplementedError(f"{name} of a TokenShard: each rank holds different rows; use its full_tensor()")
     leaves, spec = tree_flatten((args, kwargs))
     first = next(x for x in leaves if isinstance(x, TokenShard))
     for x in leaves:
@@ -370,7 +370,9 @@ def _gathered_rows(x: TokenShard, why: str) -> Tensor:
 
 def _of_shape(x: TokenShard, full: Tensor, name: str) -> Tensor:
     if full.shape != x.shape:
-        raise NotImplementedError(f"{name} would make a TokenShard of {tuple(x.shape)} one of {tuple(full.shape)}")
+        raise NotImplementedError(
+            f"{name} would change a TokenShard's shape from {tuple(x.shape)} to {tuple(full.shape)}"
+        )
     return full
 
 
@@ -393,14 +395,14 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         return AUTOGRAD[name](func, args, kwargs)
     if isinstance(first, TokenShard):
         if name in REFUSED or (name == "data" and len(args) > 1):
-            raise NotImplementedError(f"{name} of a TokenShard: no rank has memory of the whole tensor")
+            raise NotImplementedError(f"{name} of a TokenShard: no rank holds the whole tensor; use its full_tensor()")
         if name in OF_SOURCE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(first._source, *args[1:], **kwargs)
         if name in NEW:
             return func(first._rows, *_whole(name, args[1:]), **_whole(name, kwargs))
     if "out" in kwargs and any(isinstance(x, TokenShard) for x in tree_leaves(kwargs["out"])):
-        raise NotImplementedError(f"{name} with a TokenShard as out=")
+        raise NotImplementedError(f"{name} does not support a TokenShard as out=")
     in_place = is_in_place(name, kwargs)
     plain = name.strip("_")
     if name in IN_PLACE:
@@ -478,7 +480,7 @@ def _plain(x: Tensor) -> Tensor:
     if not isinstance(x, DTensor):
         return x
     if not all(p.is_replicate() for p in x.placements):
-        raise NotImplementedError(f"a TokenShard beside a DTensor of placements {x.placements}")
+        raise NotImplementedError(f"a TokenShard works with replicated DTensors only, not with {x.placements}")
     plain: Tensor = x.to_local()
     return plain
 

@@ -180,7 +180,7 @@ class Decisions(TorchFunctionMode):
         for mine, theirs in zip(self.made, whole.made):
             pairs = [(a, b) for a, b in zip(mine, theirs) if a is not None and b is not None]
             if any(_off("a", a, b) for a, b in pairs):
-                return "its code decides by the values of an activation that each rank has a part of"
+                return "its code branches on values of an activation that is split over ranks"
         return ""
 
 
@@ -233,7 +233,7 @@ class Trial:
         self.sequence_parallel, self.parts = sequence_parallel, parts
         self.runs = [self._whole(Run(inputs, False, OFF))]
         if not all(bool(x.isfinite().all()) for x in self.runs[0].want[:1]):
-            raise ValueError("alone and with random weights it makes no finite output")
+            raise ValueError("its output is not finite when it runs alone with random weights")
         loud = Run(inputs.loud(), True, 10 * OFF)
         try:
             found, again = self._whole(loud), self._whole(replace(loud, weights=[], decisions=Decisions()))

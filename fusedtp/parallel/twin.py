@@ -174,17 +174,17 @@ def twin_of(model: nn.Module, ranks: int) -> nn.Module:
     """The twin of a transformers model in fp32, the same on every rank. Raises NoTwin."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(type(model), "_from_config"):
-        raise NoTwin("it is no transformers model")
+        raise NoTwin("it is not a transformers model")
     small = small_config(config, ranks)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
             made = type(model)(small)
         except Exception as error:
-            raise NoTwin(f"its small copy does not build: {type(error).__name__}: {error}") from error
+            raise NoTwin(f"its small copy cannot be built: {type(error).__name__}: {error}") from error
         elements = sum(p.numel() for p in made.parameters())
         if elements > LARGEST:
-            raise NoTwin(f"its small copy has {elements} parameters: fields of its configuration are not known")
+            raise NoTwin(f"its small copy has {elements} parameters, as some fields of its configuration are unknown")
         with torch.no_grad():
             for parameter in made.parameters():
                 if parameter.is_floating_point():
@@ -212,7 +212,7 @@ def check_same_code(model: nn.Module, twin: nn.Module) -> None:
         faults = [_differs(module, layer, each) for each in small]
         if "" not in faults:
             why = faults[0] if faults else "no such module"
-            raise OtherCode(f"{name or 'the model'} is not as in a small copy of the same class: {why}")
+            raise OtherCode(f"{name or 'the model'} differs from a small copy of the same class: {why}")
 
 
 def _modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
@@ -231,7 +231,7 @@ def _differs(module: nn.Module, layer: nn.Module, small: nn.Module) -> str:
     if type(layer) is not type(small):
         return f"{type(layer).__name__} instead of {type(small).__name__}"
     if _forward(layer) != _forward(small):
-        return "a forward of its own"
+        return "its own forward"
     stack_layer = sum(map(is_linear, layer.modules())) > 3  # hooks on whole layers see whole hidden states
     if not stack_layer and not _hooks(module) | _hooks(layer) <= _hooks(small):
         return "a hook"
@@ -244,7 +244,7 @@ def _differs(module: nn.Module, layer: nn.Module, small: nn.Module) -> str:
         else:
             same = not callable(value) or not callable(getattr(type(layer), key, None)) or _of_library(value)
         if not same:
-            return f"another {key}"
+            return f"a different {key}"
     return ""
 
 

@@ -111,7 +111,7 @@ class VocabShard(Tensor):
         assert self._narrow is not None
         narrow, version = self._narrow
         if narrow._version != version:
-            raise RuntimeError("16-bit logits were changed in place after float() of them; clone them first")
+            raise RuntimeError("16-bit logits were changed in place after float(); clone them first")
         with torch.set_grad_enabled(narrow.requires_grad):
             return narrow.float()
 
@@ -163,7 +163,7 @@ class _Wrap(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.changed[0]:
-            raise RuntimeError("a VocabShard was changed in place and then used by an autograd.Function")
+            raise RuntimeError("a VocabShard changed in place was used by an autograd.Function; pass its full_tensor()")
         if isinstance(grad, VocabShard):
             return grad.local, None, None, None
         return ctx.columns.own(grad), None, None, None
@@ -208,7 +208,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _in_vain(name: str) -> str:
-    return f"{name} changes logits in place, of which a rank holds some columns; use its full_tensor()"
+    return f"{name} changes logits in place, but each rank holds only some columns; use their full_tensor()"
 
 
 class _View(Tensor):

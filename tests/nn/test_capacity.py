@@ -144,7 +144,7 @@ def test_compiled_it_is_the_same():
         ({"by": "luck"}, "by is 'luck'"),
         ({"expert_ids": torch.zeros(3, 2)}, "wanted integer expert_ids"),
         ({"weights": torch.zeros(4, 2)}, "one shape"),
-        ({"sizes": (2,)}, r"wanted 1 row counts with its own 3, not \[2\]"),
+        ({"sizes": (2,)}, r"sizes is \[2\], wanted 1 row counts, 3 for this rank"),
     ],
 )
 def test_bad_arguments_raise(change, words):

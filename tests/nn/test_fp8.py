@@ -565,7 +565,7 @@ def test_scales_are_of_the_largest_of_the_last_steps():
 
 def test_a_layer_with_a_history_is_not_compiled():
     layer = delayed_layer(torch.eye(4))
-    with pytest.raises(Exception, match="an FP8Linear with a history is compiled"):
+    with pytest.raises(Exception, match="an FP8Linear with a history cannot be compiled"):
         torch.compile(layer, backend="aot_eager")(torch.ones(2, 4))
 
 

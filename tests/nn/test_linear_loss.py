@@ -170,7 +170,7 @@ def test_without_gradients_none_is_made():
         (lambda at: {"weight": at.w.float()}, "one dtype, not torch.float64, torch.float32"),
         (lambda at: {"sizes": (3, 3)}, "need a group"),
         (lambda at: {"x": at.x[0, 0]}, "wanted x"),
-        (lambda at: {"bias": at.w[:1, 0]}, r"bias has shape \(1,\), the weight \(5, 4\)"),
+        (lambda at: {"bias": at.w[:1, 0]}, r"bias has shape \(1,\), wanted \[V\] for weight \(5, 4\)"),
         (lambda at: {"bias": at.x[:, :1]}, r"bias has shape \(6, 1\)"),
         (lambda at: {"labels": at.labels.double()}, "labels of integers, got torch.float64, torch.float64"),
         (lambda at: {"x": at.x.long(), "weight": at.w.long()}, "logits of floats"),

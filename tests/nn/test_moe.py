@@ -189,6 +189,6 @@ def test_experts_that_there_are_not_are_refused(given, words):
 def test_all_faults_of_a_configuration_are_named_together():
     with pytest.raises(
         ValueError,
-        match=r"moe: shared is -1.*moe: recv_capacity is -1.*moe: hidden is 0.*moe: Router: top_k 9 of only 8 experts",
+        match=r"moe: shared is -1.*moe: recv_capacity is -1.*moe: hidden is 0.*moe: Router: top_k is 9",
     ):
         ModelConfig(moe=MoEConfig(top_k=9, hidden=0, shared=-1, recv_capacity=-1))

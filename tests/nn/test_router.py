@@ -199,12 +199,12 @@ def test_all_faults_are_reported_together():
         Router(0, 6, 7, score="tanh", num_groups=4, top_groups=5, group_score="mean", jitter=-0.1, scale=0.0,
                z_loss=-1.0, balance="even", sinkhorn=2, bias=True, score_after_topk=True)  # fmt: skip
     for words in (
-        "dim is 0", "top_k 7 of only 6", "score is 'tanh'", "num_groups 4 does not divide", "top_groups 5 of only 4",
+        "dim is 0", "top_k is 7, must be at most", "score is 'tanh'", "num_groups is 4, must be", "top_groups is 5",
         "group_score is 'mean'", "jitter is -0.1", "scale is 0.0", "z_loss is -1.0", "balance is 'even'",
-        "sinkhorn chooses one", "takes no bias", "cannot be had with score_after_topk",
+        "must be 1 with sinkhorn", "takes no bias", "does not work with score_after_topk",
     ):  # fmt: skip
         assert words in str(error.value), words
-    with pytest.raises(ValueError, match="2 top_groups of 2 experts are fewer than top_k 5"):
+    with pytest.raises(ValueError, match="top_groups is 2, with 2 experts each: fewer experts than top_k 5"):
         Router(4, 8, 5, num_groups=4, top_groups=2)
 
 
@@ -214,8 +214,8 @@ def test_what_does_not_fit_raises():
         ({}, torch.zeros(6, 3), layout, r"wanted x \[T, 4\]"),
         ({}, torch.zeros(6, 4, dtype=torch.int64), layout, "of floats"),
         ({}, torch.zeros(5, 4), layout, "x has 5 rows, the layout 6"),
-        ({"sequence_loss": 1.0}, torch.zeros(6, 4), None, "sequence_loss cannot do without a TokenLayout"),
-        ({"sequence_loss": 1.0}, torch.zeros(4, 4), TokenLayout(2, 3, (4, 2)), "needs those ranks"),
+        ({"sequence_loss": 1.0}, torch.zeros(6, 4), None, "sequence_loss needs a TokenLayout"),
+        ({"sequence_loss": 1.0}, torch.zeros(4, 4), TokenLayout(2, 3, (4, 2)), "needs the layout's ranks"),
         ({"jitter": 0.1}, torch.zeros(6, 4), layout, "set_dropout"),
     ):
         with pytest.raises(ValueError, match=words):

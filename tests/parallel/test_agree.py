@@ -82,7 +82,7 @@ def registered_otherwise(group: Any, other: float) -> str:
 def test_buffers_are_compared_by_name_whatever_their_order():
     assert world(2).run(registered_otherwise, 2.0) == [""] * 2
     for said in world(2).run(registered_otherwise, 3.0):
-        assert said.startswith("ranks hold other values of sliding;")
+        assert said.startswith("ranks hold different values of sliding;")
 
 
 def of_our_own(group: Any, what: str, sequence_parallel: bool) -> str:
@@ -118,11 +118,11 @@ def of_our_own(group: Any, what: str, sequence_parallel: bool) -> str:
         pytest.param("", "", id="alike"),
         pytest.param(
             "weights",
-            "ranks hold other values of layers.0.self_attn.k_proj.weight, layers.0.self_attn.v_proj.weight;",
+            "ranks hold different values of layers.0.self_attn.k_proj.weight, layers.0.self_attn.v_proj.weight;",
             id="weights",
         ),
         *(
-            pytest.param(name, f"ranks of one tensor-parallel group got other inputs: {name};", id=name)
+            pytest.param(name, f"ranks of one tensor-parallel group got different inputs: {name};", id=name)
             for name in ("input_ids", "labels", "document_ids", "num_labels")
         ),
     ],

@@ -211,9 +211,9 @@ def test_explain_says_what_code_sees_divided():
     def text(make: Callable[[], nn.Module]) -> str:
         return str(fusedtp.VirtualWorld(2).run(lambda group: explained(group, make))[0])
 
-    assert "local to its rank in h.1.attn: n_head 4 -> 2, n_embd 32 -> 16, the width of its input" in text(nano)
+    assert "changed to local values in h.1.attn: n_head 4 -> 2, n_embd 32 -> 16, the width of its input" in text(nano)
     of_conv1d = text(gpt2)
-    assert "local to its rank in transformer.h.0.attn: num_heads 4 -> 2" in of_conv1d
+    assert "changed to local values in transformer.h.0.attn: num_heads 4 -> 2" in of_conv1d
     assert re.search(r"transformer.h.0.mlp.c_proj +matmul_reduce_scatter", of_conv1d)
 
 
@@ -257,7 +257,7 @@ def test_what_was_changed_after_construction_is_what_is_tried():
 def test_linears_of_a_class_of_their_own_are_named():
     plan, whole = infer(model_of("falcon"), 2)
     assert not plan
-    assert whole["transformer.h.*.mlp.dense_h_to_4h"] == "FalconLinear has a forward of its own"
+    assert whole["transformer.h.*.mlp.dense_h_to_4h"] == "FalconLinear has its own forward"
 
 
 def test_roundoff_where_a_softmax_saturates_hinders_nothing():
@@ -436,7 +436,7 @@ def test_the_model_is_not_changed():
 
 def test_a_model_with_nothing_to_split():
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
-    with pytest.raises(ValueError, match="none could be inferred; give one, as plan=") as caught:
+    with pytest.raises(ValueError, match="none could be inferred; pass one, such as plan=") as caught:
         fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(copy.deepcopy(model), group))
     assert "  - 0: split over 2 ranks, " in str(caught.value)
 
@@ -444,7 +444,7 @@ def test_a_model_with_nothing_to_split():
 def test_a_narrow_input_is_refused_outside_linear_layers():
     x = NarrowInput.of(torch.zeros(2, 5, 8), 2)
     assert x.shape == (2, 5, 4) and x.size(-1) == 4
-    with pytest.raises(RuntimeError, match="only the shape"):
+    with pytest.raises(RuntimeError, match="only linear layers"):
         x + 1
 
 
@@ -475,7 +475,7 @@ class Deciding(nn.Module):
 def test_code_that_decides_by_a_part_of_an_activation_stays_whole(decide):
     """Whichever way it goes in the trial: other inputs may lead ranks other ways."""
     model = Deciding(decide)
-    with pytest.raises(ValueError, match="decides by the values of an activation that each rank has a part of"):
+    with pytest.raises(ValueError, match="branches on values of an activation that is split over ranks"):
         fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(copy.deepcopy(model), group))
 
 
@@ -667,7 +667,7 @@ def test_a_parameter_of_split_layers_and_of_what_is_whole():
     act = nn.PReLU()
     found = infer(OfTwoInputs(Layer(0, act), Layer(1, doubled), act=act), 2)
     assert found.plan == {"layers.1.up": "colwise", "layers.1.down": "rowwise"}
-    assert "layers.0.act.weight is used outside of layers.0, too" in found.whole["layers.0.up"]
+    assert "layers.0.act.weight is also used outside layers.0" in found.whole["layers.0.up"]
 
 
 def vector(group: Any) -> None:

@@ -57,9 +57,9 @@ def test_all_faults_are_reported_together_and_nothing_is_changed():
     for fault in (
         "layers.*.mlp.gate_proj: unknown style 'diagonal'; known are colwise, colwise_gather_output, rowwise",
         "layers.*.mlp.gate_project: no module has such a name",
-        "norm: RMSNorm is no linear layer",
-        "lm_head: ColwiseParallel is no style of fusedtp",
-        "layers.0.mlp.up_proj: more than one pattern of the plan names it",
+        "norm: RMSNorm is not a linear layer",
+        "lm_head: ColwiseParallel is not a style of fusedtp",
+        "layers.0.mlp.up_proj: more than one pattern of the plan matches it",
         "layers.*.self_attn: 3 ranks cannot evenly share 4 query heads",
     ):
         assert text.count(f"\n  - {fault}") == 1, (fault, text)
@@ -146,13 +146,13 @@ def test_pairs_that_ranks_cannot_share_are_refused():
 
 def test_wholes_are_not_summed():
     text = message_of(nn.Sequential(Paired(6)), 2, plan={"0": "moe_tp_experts", "0.bias": "divided"})
-    assert "0: its outputs are summed over ranks, but the plan splits no parameter of it" in text
+    assert "0: its outputs are summed over ranks, but the plan splits none of its parameters" in text
 
 
 def test_a_model_without_a_plan():
     first, *faults = message_of(nn.Linear(2, 2), 2).splitlines()
     assert first == "Linear cannot be parallelized over 2 ranks:"
-    assert [fault[:56] for fault in faults] == ["  - it has no tp_plan, nor has any of its submodules; giv"[:56]]
+    assert [fault[:49] for fault in faults] == ["  - neither it nor any submodule has a tp_plan; pass one"[:49]]
 
 
 def test_a_model_is_parallelized_once():

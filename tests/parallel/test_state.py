@@ -105,7 +105,7 @@ def tie_through_styles(group) -> None:
 
     model = parallelize_module(tied(), tp_mesh(group), {"embed": FusedEmbedding(), "head": FusedColwise()})
     assert model["head"].weight is model["embed"].weight
-    with pytest.raises(ValueError, match="tied parameters cannot lie as"):
+    with pytest.raises(ValueError, match="tied parameters cannot be placed both as"):
         parallelize_module(tied(), tp_mesh(group), {"embed": FusedEmbedding(), "head": FusedRowwise()})
 
 

@@ -89,7 +89,7 @@ def forget_the_norms(group) -> None:
     torch.manual_seed(0)
     styles = {name: style for name, style in plan().items() if name != "norm*"}
     parallel = parallelize_module(PlainBlock().double(), tp_mesh(group), styles)
-    with pytest.raises(ValueError, match=r"a parameter of shape \(24,\) works on this rank's tokens alone"):
+    with pytest.raises(ValueError, match=r"a parameter of shape \(24,\) sees only this rank's tokens"):
         parallel(torch.randn(4, 24, dtype=torch.float64))
     with torch.no_grad():
         parallel(torch.randn(4, 24, dtype=torch.float64))
@@ -195,7 +195,7 @@ def look_up_other_ids(group, differs: bool, options: dict) -> str:
 def test_an_embedding_compares_the_first_ids_of_ranks(options: dict):
     assert world(2).run(look_up_other_ids, False, options) == ["", ""]
     for said in world(2).run(look_up_other_ids, True, options, timeout=30):
-        assert said.startswith("ranks of one tensor-parallel group got other inputs: ids of an embedding;")
+        assert said.startswith("ranks of one tensor-parallel group got different inputs: ids of an embedding;")
 
 
 def share_one_gather(group) -> None:
@@ -243,21 +243,19 @@ def refuse(group) -> None:
         parallelize_module(linear, mesh, FusedRowwise())
     with pytest.raises(ValueError, match="DTensors already"):
         parallelize_module(parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel()), mesh, FusedRowwise())
-    with pytest.raises(ValueError, match="Conv1d is no linear layer"):
+    with pytest.raises(ValueError, match="Conv1d is not a linear layer"):
         parallelize_module(nn.Conv1d(4, 4, 1), mesh, FusedColwise())
-    with pytest.raises(ValueError, match="Linear is no embedding"):
+    with pytest.raises(ValueError, match="Linear is not an embedding"):
         parallelize_module(nn.Linear(4, 4), mesh, FusedEmbedding())
     with pytest.raises(ValueError, match="embedding with max_norm"):
         parallelize_module(nn.Embedding(4, 4, max_norm=1.0), mesh, FusedEmbedding())
-    with pytest.raises(ValueError, match="5 features are no whole heads of 2"):
+    with pytest.raises(ValueError, match="5 features are not a multiple of head_dim 2"):
         parallelize_module(nn.Linear(4, 5), mesh, FusedColwise(head_dim=2))
-    with pytest.raises(ValueError, match="3 heads do not divide among 2 ranks"):
+    with pytest.raises(ValueError, match="3 heads cannot be divided evenly among 2 ranks"):
         parallelize_module(nn.Linear(4, 6), mesh, FusedColwise(head_dim=2))
     with pytest.raises(ValueError, match="reads its weight and never calls it; leave it out"):
         parallelize_module(nn.MultiheadAttention(4, 2), mesh, {"out_proj": FusedRowwise()})
-    with pytest.raises(
-        ValueError, match=r"BatchNorm1d.*: it normalizes over tokens, of which a rank sees its own only"
-    ):
+    with pytest.raises(ValueError, match=r"BatchNorm1d.*: it normalizes over tokens, but each rank sees only its own"):
         parallelize_module(nn.BatchNorm1d(4), mesh, Replicated())
     parallelize_module(nn.BatchNorm1d(4), mesh, Replicated(partial=False))
     parallelize_module(nn.SyncBatchNorm(4), mesh, Replicated())

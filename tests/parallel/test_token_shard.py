@@ -424,7 +424,7 @@ def check(world_size: int, shape: tuple[int, ...], steps: list[tuple[Callable, i
     try:
         results = VirtualWorld(world_size).run(body)
     except RuntimeError as error:
-        assert "given to an autograd.Function" in str(error), error
+        assert "passed to an autograd.Function" in str(error), error
         return counts
     for rank, got in enumerate(results):
         assert got.keys() == want.keys()

@@ -160,9 +160,9 @@ def test_faults_of_experts_are_reported_together():
         ("--tp 2 --dp 3 --ep 4 --batch 6", "--ep 4 is no multiple of --tp 2 that divides the 6 ranks"),
         (
             "--tp 2 --dp 2 --ep 4",
-            "--experts 6 with --ep 4 --expert-tp 1: 6 experts do not divide among 4 ranks",
+            "--experts 6 with --ep 4 --expert-tp 1: 6 experts cannot be divided evenly among 4 ranks",
         ),
-        ("--tp 2 --expert-tp 3", "2 ranks are no multiple of tensor_parallel = 3"),
+        ("--tp 2 --expert-tp 3", "tensor_parallel is 3, must be a divisor of 2 ranks"),
         (
             "--tp 2 --expert-tp 2 --expert-width 1",
             "--expert-width 1 does not divide among --expert-tp 2 ranks",

@@ -231,7 +231,7 @@ def compiled_with_parameters_that_no_plan_names(group: Any) -> None:
         torch._dynamo.reset()
         model = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
         compile_(model)
-        with pytest.raises(RuntimeError, match="which no plan names, is learned in a first forward and backward"):
+        with pytest.raises(RuntimeError, match="is not in the plan, so one uncompiled forward and backward"):
             results(model, batch())
         torch._dynamo.reset()
         model = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
@@ -322,7 +322,7 @@ def adapted_late(group: Any) -> None:
 
     _, parallel = pair(group)
     late = get_peft_model(parallel, LoraConfig(r=4, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"q_proj\.lora_A\.default.*came to the model after parallelize"):
+    with pytest.raises(ValueError, match=r"q_proj\.lora_A\.default.*: added to the model after parallelize"):
         late(**batch())
 
 
@@ -368,10 +368,10 @@ def with_a_hook_on_an_adapted_layer(model: Any) -> None:
 
 CHANGES = {
     "model.layers.1.mlp.act_fn .*: Largest instead of SiLU": with_other_activations,
-    "model.layers.1.mlp .*: a forward of its own": with_another_forward,
+    "model.layers.1.mlp .*: its own forward": with_another_forward,
     "model.layers.1.mlp.act_fn .*: a hook": with_a_hook,
     "model.layers.1.mlp.up_proj .*: a hook": with_a_hook_on_an_adapted_layer,
-    "model.layers.1.input_layernorm .*: another extra_repr": with_another_method,
+    "model.layers.1.input_layernorm .*: a different extra_repr": with_another_method,
 }
 
 
@@ -386,7 +386,7 @@ def test_a_model_that_was_changed_is_not_proved_by_a_copy_of_its_class(why: str)
 def test_a_model_that_was_changed_is_split_with_a_warning():
     model = model_of("llama")
     model.model.layers[1].mlp.act_fn = nn.Tanh()
-    with pytest.warns(UserWarning, match="layers.1.mlp.act_fn is not as in a small copy"):
+    with pytest.warns(UserWarning, match="layers.1.mlp.act_fn differs from a small copy"):
         fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(copy.deepcopy(model), group) and None)
 
 
@@ -668,12 +668,12 @@ def differing(group: Any) -> None:
     model: Any = model_of("llama")
     with torch.no_grad():
         model.model.norm.weight[3] += group.rank()
-    with pytest.raises(ValueError, match=r"ranks hold other values of model\.norm\.weight"):
+    with pytest.raises(ValueError, match=r"ranks hold different values of model\.norm\.weight"):
         fusedtp.parallelize(model, tp_mesh(group))
     _, parallel = pair(group)
     inputs = batch()
     inputs["input_ids"] = inputs["input_ids"].roll(group.rank(), 0)
-    with pytest.raises(ValueError, match="got other inputs: input_ids"):
+    with pytest.raises(ValueError, match="got different inputs: input_ids"):
         parallel(**inputs)
 
 

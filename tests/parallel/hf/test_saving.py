@@ -437,7 +437,7 @@ def damage(folder: Path, what: str) -> str:
         return name
     if what == "corrupt index":
         (folder / "model.safetensors.index.json").write_text("{")
-        return "no index"
+        return "not an index of safetensors files"
     if what == "no files":
         (folder / "model.safetensors.index.json").unlink()
         return "neither model.safetensors nor model.safetensors.index.json"
@@ -456,7 +456,7 @@ def damage(folder: Path, what: str) -> str:
     save_file(tensors, folder / name, metadata={"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     if what == "shape":
-        return r"model.norm.weight has shape \(5,\), not \(32,\)"
+        return r"model.norm.weight has shape \(5,\), wanted \(32,\)"
     return r"(?s)norm.weight is missing.*model.extra is unexpected.*model.norm.bias is unexpected"
 
 
