@@ -199,5 +199,5 @@ def even(cases: list[Case], suite: str) -> list[Case]:
     """Returns the cases if all ranks have the same number of rows, which the hand-written collectives require."""
     for case in cases:
         if case.tokens % case.tp:
-            raise ValueError(f"{suite} wants equal rows: {case.tokens} tokens do not split over {case.tp} ranks")
+            raise ValueError(f"{suite} needs equal rows: {case.tokens} tokens do not divide among {case.tp} ranks")
     return cases

@@ -74,7 +74,7 @@ def load(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f"{path} is no result of `fusedtp bench` in the format {FORMAT}")
+        raise ValueError(f"{path} is not a result of `fusedtp bench` in format {FORMAT}")
     return found
 
 
@@ -100,7 +100,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     parser.add_argument("--force", action="store_true", help="compare results of different machines")
     found = parser.parse_args(list(argv))
     if not 0 <= found.slack < math.inf:
-        parser.error(f"--slack is {found.slack}, must be a share, not negative")
+        parser.error(f"--slack is {found.slack}; it must be finite and not negative")
     return Arguments((found.old, found.new), found.slack, found.force)
 
 

@@ -234,7 +234,7 @@ def measure_step(
     steps = _ways(rank.rank, rank.mesh, config, engine, tokens)
     difference = _difference({name: step for name, step in steps.items() if name != "ceiling"})
     if not max(difference.values()) <= tolerance(config):
-        raise RuntimeError(f"the models do not compute the same: {difference}")
+        raise RuntimeError(f"the losses of the models differ: {difference}")
     ways: dict[str, Callable[[], object]] = {k: v for k, v in steps.items() if k != "single"}
     times = rank.measure(ways, 0.8 * budget)
     alone = {f"single, {n} thread{'s' * (n > 1)}": _alone(steps["single"], n) for n in (1, 2)}

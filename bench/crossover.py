@@ -79,10 +79,10 @@ def plan_of(given: CrossoverOptions) -> Plan:
     at, folder = tables.plan_of(given, DEFAULTS, measured.DTYPES, given.out, faults)
     wanted = known("operations", given.operations, measured.FUSED, faults)
     if 1 in at.tp:
-        faults.append("--tp 1: one rank has nothing to choose")
+        faults.append("--tp 1: a single rank needs no engine; give at least 2")
     minutes = MINUTES[at.device] if given.minutes is None else given.minutes
     if not 0 <= minutes < math.inf:
-        faults.append(f"--minutes {minutes} must not be negative and must be finite")
+        faults.append(f"--minutes {minutes} must be finite and not negative")
     if faults:
         raise ValueError("; ".join(faults))
     cases = dict.fromkeys(

@@ -83,9 +83,9 @@ def ways_of(
     }
     absent: dict[str, str] = {}
     if kind != "llama":
-        absent |= dict.fromkeys(("nn", "same"), "has its counterpart for llama only")
+        absent |= dict.fromkeys(("nn", "same"), "is available for llama only")
     if kind == "mixtral":
-        absent["torch"] = "no style of torch splits experts that are one parameter"
+        absent["torch"] = "torch has no style that splits experts stored in one parameter"
     steps: dict[str, hf_models.Step] = {}
 
     def prepare(name: str) -> Callable[[], object]:
@@ -216,7 +216,7 @@ def main(argv: Sequence[str]) -> int:
     if find_spec("transformers") is None:
         faults.append("transformers is not installed (extra `hf`)")
     if not items(options.models) or not items(options.dtype):
-        faults.append("--models and --dtype name at least one each")
+        faults.append("--models and --dtype must each name at least one")
     if faults:
         console.print(f"fusedtp bench hf: {'; '.join(faults)}")
         return 2

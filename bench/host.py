@@ -254,7 +254,7 @@ def main(argv: Sequence[str]) -> int:
         print("fusedtp bench host: torch sees no GPU here", file=sys.stderr)
         return 2
     if c_compiler() is None:
-        print("fusedtp bench host: no C compiler, neither $CC nor gcc, clang or cc", file=sys.stderr)
+        print("fusedtp bench host: found no C compiler ($CC, gcc, clang or cc)", file=sys.stderr)
         return 2
     command = shlex.join(["fusedtp", "bench", "host", *argv])
     about = machine.describe(RANKS, list(argv)) | {"triton": machine.version_of("triton"), "command": command}

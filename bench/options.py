@@ -148,7 +148,7 @@ def plan_of(options: Options) -> Plan:
     engines = known("engine", options.engine or defaults[plan.device][4], ENGINES, faults)
     minutes = options.minutes if options.minutes is not None else 0.05 if options.smoke else 5.0
     if not 0 <= minutes < math.inf:
-        faults.append(f"--minutes is {minutes}, must not be negative and must be finite")
+        faults.append(f"--minutes is {minutes}; it must be finite and not negative")
     if faults:
         raise ValueError("; ".join(dict.fromkeys(faults)))
     return dataclasses.replace(
@@ -177,16 +177,16 @@ def items(text: str) -> tuple[str, ...]:
 def numbers(name: str, text: str, faults: list[str]) -> tuple[int, ...]:
     """A list of positive integers; invalid items are added to `faults`."""
     wrong = [item for item in items(text) if not item.isdigit() or int(item) < 1]
-    faults += [f"--{name} {item!r} is no positive whole number" for item in wrong]
+    faults += [f"--{name} {item!r} is not a positive whole number" for item in wrong]
     if not items(text):
-        faults.append(f"--{name} names none")
+        faults.append(f"--{name} is empty; name at least one")
     return tuple(int(item) for item in items(text) if item not in wrong)
 
 
 def known(name: str, text: str, names: Iterable[str], faults: list[str]) -> tuple[str, ...]:
     """A list of names out of `names`; unknown ones are added to `faults`."""
     wrong = [item for item in items(text) if item not in names]
-    faults += [f"--{name} {item!r} is none of {', '.join(names)}" for item in wrong]
+    faults += [f"--{name} {item!r} is not one of {', '.join(names)}" for item in wrong]
     return tuple(item for item in items(text) if item not in wrong)
 
 

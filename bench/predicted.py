@@ -101,10 +101,10 @@ def write(files: Sequence[Path], folder: Path) -> list[Path]:
             said = {name: body[name] for name in ("ranks", "unit", "commit", "command")}
             others = nodes.setdefault(body["node"], [])
             if body["node"] not in GPUS or any(other["ranks"] == body["ranks"] for other in others):
-                raise ValueError(f"node {body['node']}, ranks {body['ranks']}")
+                raise ValueError(f"node {body['node']} with {body['ranks']} ranks is unknown or given twice")
             others.append(said | {"entries": entries_of(body["rows"], int(body["ranks"]))})
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is no file of predicted times: {error!r}") from None
+            raise ValueError(f"{file} is not a file of predicted times: {error!r}") from None
     written = []
     for node, bodies in nodes.items():
         entries = [entry for body in bodies for entry in body["entries"]]

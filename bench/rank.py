@@ -227,7 +227,9 @@ def run(plan: Plan, ranks: int, fn: Callable[..., Any], *args: Any) -> Any:
             world = VirtualWorld(ranks, plan.device, TIMEOUT_SECONDS)
             return world.run(lambda group: fn(Rank(plan, group), *args))[0]
     if plan.device == "cuda" and torch.cuda.device_count() < ranks:
-        raise Refused(f"{ranks} processes need a GPU each, here are {torch.cuda.device_count()}: take --world virtual")
+        raise Refused(
+            f"{ranks} processes need a GPU each, but there are {torch.cuda.device_count()}: use --world virtual"
+        )
     backend = "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo"
     with _interpreting() if plan.interpret else nullcontext():
         return run_ranks(_in_process, ranks, plan, fn, args, backend=backend)

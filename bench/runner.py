@@ -134,7 +134,7 @@ def run(suite: str, argv: Sequence[str], options: Options) -> int:
             for rank in multiprocessing.active_children():
                 rank.terminate()
             _write(path, key, about, journal, complete=False)
-            said = f"fusedtp bench: stopped; {path} holds what was measured, and --resume goes on"
+            said = f"fusedtp bench: stopped; {path} holds what was measured, and --resume continues"
             print(said, file=sys.stderr, flush=True)
             os._exit(124 if isinstance(end, Stopped) else 130)
     about["gpu_state_after"] = machine.gpu_state() if plan.device == "cuda" else None
@@ -155,7 +155,7 @@ def run(suite: str, argv: Sequence[str], options: Options) -> int:
 def _unwritable(path: Path) -> str:
     """Why no result can be written to this path, or ""; checked before anything is measured."""
     if path.is_dir():
-        return "is a folder, a file is wanted"
+        return "is a folder; name a file"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
@@ -197,12 +197,12 @@ def _write(path: Path, key: dict[str, Any], about: dict[str, Any], journal: Jour
 def _chosen(suite: str, only: str) -> tuple[str, ...]:
     if suite != "all":
         if only:
-            raise ValueError("--suites goes with `all`")
+            raise ValueError("--suites can be used only with `all`")
         return (suite,)
     wanted = [name.strip() for name in only.split(",") if name.strip()] or list(SUITES)
     wrong = [name for name in wanted if name not in SUITES]
     if wrong:
-        raise ValueError(f"no suite is called {', '.join(wrong)}: there are {', '.join(SUITES)}")
+        raise ValueError(f"unknown suite {', '.join(wrong)}: it must be one of {', '.join(SUITES)}")
     return tuple(wanted)
 
 

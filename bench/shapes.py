@@ -74,7 +74,7 @@ def model_of(name: str) -> Model:
     """A model by name. Raises ValueError that lists the known names."""
     if name not in MODELS:
         raise ValueError(
-            f"no shape is called {name!r}: there are {', '.join(MODELS)}, and square-N for an N x N matrix"
+            f"unknown shape {name!r}: it must be one of {', '.join(MODELS)}, or square-N for an N x N matrix"
         )
     return MODELS[name]
 

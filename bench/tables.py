@@ -92,7 +92,7 @@ def plan_of(
         most, here = max(plan.tp), torch.cuda.device_count()
         if most > here:
             need = "processes need a GPU each"
-            faults.append(f"--tp {most}: {need}, here are {here}; take --world virtual")
+            faults.append(f"--tp {most}: {need}, but there are {here}; use --world virtual")
     return plan, folder
 
 
@@ -100,11 +100,11 @@ def folder_of(device: str, out: Path | None, save: bool, faults: list[str]) -> P
     """Folder of a table: bench/out/tables of a checkout, the shipped tables (--save), or another folder."""
     in_checkout = machine.in_checkout()
     if save and out is not None:
-        faults.append("--save and --out name two folders")
+        faults.append("--save and --out cannot be combined")
     if save and device == "cpu":
-        faults.append("--save keeps tables of GPUs, for others to use: take --out")
+        faults.append("--save is for tables of GPUs only: use --out")
     if save and not in_checkout:
-        faults.append("--save keeps a table in the repository, which is not here: take --out")
+        faults.append("--save needs a checkout of the repository: use --out")
     if save:
         return measured.SHIPPED
     return out or (machine.HERE / "out" / "tables" if in_checkout else Path("fusedtp-bench"))

@@ -175,10 +175,10 @@ def fused_run(problem: Problem, node: Node) -> Run:
     """One call of the operation on every rank, on a fresh workspace."""
     p, rows, w = problem, problem.rows, problem.world_size
     if p.operation not in OPERATIONS:
-        raise ValueError(f"operation {p.operation!r}; known are {', '.join(OPERATIONS)}")
+        raise ValueError(f"operation is {p.operation!r}; it must be one of {', '.join(OPERATIONS)}")
     if p.transport not in TRANSPORTS[p.operation]:
         known = ", ".join(TRANSPORTS[p.operation])
-        raise ValueError(f"transport {p.transport!r} of {p.operation}: known are {known}")
+        raise ValueError(f"transport of {p.operation} is {p.transport!r}; it must be one of {known}")
     config, machine, n = p.chosen(node), machine_of(node), p.widths[0]
     if p.operation == GATHER:
         nbytes = gather_slot_bytes(rows, p.k, p.dtype)
@@ -342,9 +342,9 @@ def alternatives(problem: Problem, node: Node, compare: str) -> Iterator[tuple[s
     """The problem as launched, then with other choices. Raises ValueError for a choice that does not apply."""
     gather = problem.operation == GATHER
     if compare not in COMPARISONS:
-        raise ValueError(f"comparison {compare!r}; known are {', '.join(COMPARISONS)}")
+        raise ValueError(f"comparison is {compare!r}; it must be one of {', '.join(COMPARISONS)}")
     if compare == "transport" and len(TRANSPORTS[problem.operation]) == 1:
-        raise ValueError(f"{problem.operation} has one transport: its programs store to the owner")
+        raise ValueError(f"{problem.operation} has only one transport: its programs store to the owner")
     yield "as launched", problem
     seen = {problem}
     for choice in COMPARISONS[1:-1] if compare == "all" else (compare,):
@@ -589,11 +589,11 @@ class Options:
         if self.machine not in machines() and not Path(self.machine).is_file():
             found.append(f"--machine {self.machine}: neither a file nor one of {', '.join(machines())}")
         if self.tokens < 1:
-            found.append(f"--tokens {self.tokens}: at least 1 is wanted")
+            found.append(f"--tokens {self.tokens} must be at least 1")
         if self.tp < 2:
-            found.append(f"--tp {self.tp}: at least 2 ranks are wanted")
+            found.append(f"--tp {self.tp} must be at least 2")
         if self.switch and not self.sizes:
-            found.append("--switch: of --sizes; --compare transport has it beside what is launched")
+            found.append("--switch can be used only with --sizes; otherwise use --compare transport")
         if self.against is not None and not self.against.is_file():
             found.append(f"--against {self.against}: no such file")
         return found

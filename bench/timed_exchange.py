@@ -115,9 +115,9 @@ class Options:
     def faults(self) -> list[str]:
         """Errors in the options."""
         experts = next(each for each in EXPERTS if each.name == self.model).experts
-        found = [f"--tokens {n}: a multiple of 8 is wanted" for n in self.tokens if n < 1 or n % 8]
+        found = [f"--tokens {n} must be a positive multiple of 8" for n in self.tokens if n < 1 or n % 8]
         if self.ranks < 2 or experts % self.ranks:
-            found.append(f"--ranks {self.ranks}: at least 2 are wanted, which divide {experts} experts")
+            found.append(f"--ranks {self.ranks} must be at least 2 and divide {experts} experts")
         if self.against is not None and not self.against.is_file():
             found.append(f"--against {self.against}: no such file")
         return found

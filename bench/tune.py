@@ -560,7 +560,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     if path is None:
-        print("fusedtp bench tune: error: no kernel of these runs on so many ranks", file=sys.stderr)
+        print("fusedtp bench tune: error: none of these kernels runs on this number of ranks", file=sys.stderr)
         return 2
     show(path)
     print(f"{path}; to use it: FUSEDTP_TABLES={path.parent}")

@@ -14,8 +14,8 @@ from .rows import FAILED, Row
 from .sample import Rotating, Spread, Way
 
 Function = Callable[..., Any]
-NO_SWITCH = "no switch sums what these GPUs hold"
-INTERPRETED = "engine triton is interpreted on a CPU: its time says nothing"
+NO_SWITCH = "no NVSwitch with NVLink SHARP connects these GPUs"
+INTERPRETED = "engine triton is interpreted on a CPU: its time is meaningless"
 
 
 class Ways:

@@ -86,7 +86,7 @@ TARGETS = {
 def target(name: str) -> Target:
     """The target of this name. Raises ValueError that lists the known targets."""
     if name not in TARGETS:
-        raise ValueError(f"no target {name!r}: there are {', '.join(TARGETS)}")
+        raise ValueError(f"unknown target {name!r}: it must be one of {', '.join(TARGETS)}")
     return TARGETS[name]
 
 

@@ -97,7 +97,7 @@ class Graph:
         if raised is not None:
             raise raised
         if failed:
-            raise RuntimeError("another rank failed to capture it")
+            raise RuntimeError("another rank failed to capture the graph")
         self.graph = graph
 
 

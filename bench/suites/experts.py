@@ -203,7 +203,7 @@ def cases_of(suite: str, layers: Sequence[Layer], plan: Plan, tp: int, parts: Se
     """T tokens of all ranks through these layers, regardless of --shapes, with balanced and skewed routing."""
     for layer in layers:
         if layer.experts % tp:
-            raise ValueError(f"{suite} wants ranks that divide {layer.experts} experts, not {tp}")
+            raise ValueError(f"{suite} needs a number of ranks that divides {layer.experts} experts, not {tp}")
     found = []
     for layer in layers:
         for tokens in sorted(plan.tokens):

@@ -181,9 +181,9 @@ def measure(rank: Rank, case: Case) -> list[Row]:
     ways.add("torch symm_mem", torchs and torchs(library, rank.group), why or "torch has no such operation")
     for engine in rank.plan.engines:
         if engine == "triton-copy" and not parts.gathers:
-            ways.absent[f"fusedtp {engine}"] = "copies carry the rows of a gather only"
+            ways.absent[f"fusedtp {engine}"] = "the copy engine moves rows of gathers only"
         elif engine == "multimem" and case.operation != "matmul_all_reduce":
-            ways.absent[f"fusedtp {engine}"] = "a switch sums an all-reduce only"
+            ways.absent[f"fusedtp {engine}"] = "the switch sums all-reduces only"
         elif engine == "multimem" and rank.world != "virtual" and not parts.has_switch:
             ways.absent[f"fusedtp {engine}"] = NO_SWITCH
         else:

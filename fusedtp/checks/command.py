@@ -127,12 +127,12 @@ class CheckOptions:
         found += [f"--target {name!r} must be one of {', '.join(TARGETS)}" for name in self.target
                   if name not in TARGETS]  # fmt: skip
         if self.exhaust is not None and self.seconds is not None:
-            found.append("--seconds is no limit of --exhaust; --schedules is")
+            found.append("--seconds does not limit --exhaust; use --schedules")
         found += [f"--waive {why}" for name in self.waive if (why := unwaivable(name))]
         if not self.target:
-            found.append("--target names none")
+            found.append("--target is empty; name at least one")
         if not self.strategies:
-            found.append("--strategies names none")
+            found.append("--strategies is empty; name at least one")
         if self.timeline is not None and not self.timeline.absolute().parent.is_dir():
             found.append(f"--timeline {self.timeline}: no such folder")
         elif self.timeline is not None and self.timeline.is_dir():
@@ -224,7 +224,7 @@ def _called(workers: Pool, function: Callable[..., Any], name: str, asked: int |
         return workers.submit(function, name, asked, target, *more).result()
     except BrokenProcessPool:
         workers.start()
-        return Found(name, asked, asked or 0, (), target, raised=f"{name}: its process died while it was built\n")
+        return Found(name, asked, asked or 0, (), target, raised=f"{name}: the process died while building it\n")
 
 
 def _report(results: Sequence[Result], options: CheckOptions) -> None:
@@ -251,9 +251,9 @@ def _report(results: Sequence[Result], options: CheckOptions) -> None:
 
 def _late(result: Result) -> str:
     if result.found.late:
-        return f"the time was over while it was built, at {result.found.late}"
+        return f"out of time while building it, at {result.found.late}"
     place = f", at {result.part.late}" if result.part.late else ""
-    return f"the time was over in schedule {result.schedules + 1}{place}"
+    return f"out of time in schedule {result.schedules + 1}{place}"
 
 
 def _label(found: Found) -> str:
@@ -305,7 +305,7 @@ def _words(result: Result, options: CheckOptions, width: int) -> str:
     if found.refused or part.refused:
         return f"cannot be checked: {found.refused or part.refused}"
     if part.left:
-        return f"at least {part.left} more schedules are left: stopped at the limit, which --schedules sets"
+        return f"stopped at the limit of --schedules; at least {part.left} more schedules are left"
     if part.fault is None:
         return found.raised or part.raised or _late(result)
     command = _exhaust_command(found, options)

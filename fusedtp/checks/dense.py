@@ -109,7 +109,7 @@ class SimulatedWorld:
             if code := int(failure[0]):
                 peer, chunk, wanted, seen = status[1:5].tolist()
                 said = f"{meant.get(code, 'unknown')} (peer {peer}, chunk {chunk}, wanted {wanted}, seen {seen})"
-                found.append(f"status of rank {rank} [0] says {code}: {said}")
+                found.append(f"rank {rank} recorded status {code}: {said}")
         return found
 
 

@@ -277,7 +277,7 @@ def own_cases(
     for asked, known, what in ((kernels, OWN, "kernel"), (variants, EVERY_VARIANT, "variant")):
         unknown = [name for name in asked or () if name not in known]
         if unknown:
-            raise ValueError(f"no {what} {', '.join(unknown)}: there are {', '.join(known)}")
+            raise ValueError(f"unknown {what} {', '.join(unknown)}: it must be one of {', '.join(known)}")
     for target in targets:
         for kernel in kernels or OWN:
             of = variants_of(kernel) or named(Variant("", "bfloat16", 8, 16, (16,), 16))

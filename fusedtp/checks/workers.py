@@ -160,7 +160,7 @@ def _load(path: str) -> ModuleType:
         raise ValueError(f"no such file: {path}")
     spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python file")
+        raise ValueError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(file.stem, module)
     sys.path.insert(0, os.fspath(file.resolve().parent))
@@ -174,7 +174,7 @@ def _load(path: str) -> ModuleType:
 def _case(full_name: str, value: Any, world_size: int | None) -> Case:
     if isinstance(value, Case):
         if world_size is not None:
-            raise ValueError(f"{full_name} is a Case: its world size is its own, --world-size does not apply")
+            raise ValueError(f"{full_name} is a Case, which sets its own world size; omit --world-size")
         return Case(full_name, value.make)
     if not inspect.isfunction(value):
         raise ValueError(f"{full_name} is {type(value).__name__}; it must be a Case or return a Case or a Run")
@@ -198,10 +198,10 @@ def _bound(full_name: str, function: Callable[..., Any], world_size: int | None)
         and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     if needed:
-        raise ValueError(f"{full_name} wants arguments {needed}; a case takes none but world_size")
+        raise ValueError(f"{full_name} needs arguments {needed}; a case may take only world_size")
     if "world_size" not in parameters:
         if world_size is not None:
-            raise ValueError(f"{full_name} takes no world_size, so --world-size does not apply")
+            raise ValueError(f"{full_name} takes no world_size; omit --world-size")
         return function
     if world_size is None and parameters["world_size"].default is not inspect.Parameter.empty:
         return function

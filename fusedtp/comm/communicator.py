@@ -76,7 +76,7 @@ class Communicator:
             return None
         fault = self.world.shared_memory_fault()
         if fault is None and self.world_size > MAX_SIZES:
-            fault = f"groups of more than {MAX_SIZES} ranks are not fused"
+            fault = f"fused operations support at most {MAX_SIZES} ranks"
         if fault is None:
             try:
                 self._workspace = Workspace(self.world)
@@ -241,9 +241,9 @@ def _known(group: Group) -> Communicator | None:
 def _not_a_group(given: object) -> TypeError:
     shown = f"{given!r}"
     if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:
-        shown += ", which torch gives to ranks outside of a new group"
+        shown += ", which new_group returns on ranks outside of the group"
     return TypeError(
-        f"{_this_rank()}group is {shown}; it must be a torch ProcessGroup, a 1-D DeviceMesh as mesh['tp'], "
+        f"{_this_rank()}group is {shown}; it must be a torch ProcessGroup, a 1-D DeviceMesh such as mesh['tp'], "
         "a VirtualGroup, or the name of a group"
     )
 

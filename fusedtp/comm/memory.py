@@ -63,7 +63,7 @@ def allocate_memfd(nbytes: int, exchange: Exchange) -> Region:
             fd = os.memfd_create("fusedtp", os.MFD_CLOEXEC)
             os.ftruncate(fd, nbytes)
         except OSError as error:
-            fault = f"cannot make {nbytes} bytes of shared memory: {error}"
+            fault = f"cannot allocate {nbytes} bytes of shared memory: {error}"
         mappings: list[mmap.mmap] = []
         for pid, peer_fd in exchange((os.getpid(), fd)):
             try:
@@ -103,7 +103,7 @@ def allocate_symmetric(nbytes: int, device: torch.device, group_name: str, excha
     try:
         local = _own_symmetric(nbytes, device)
     except RuntimeError as error:
-        fault = f"cannot make {nbytes} bytes of symmetric memory: {error}"
+        fault = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
     told = exchange((fault, _meetings))
     _raise_first([each for each, _ in told])  # the other ranks would wait in the rendezvous
     _check_meetings([each for _, each in told])
@@ -119,7 +119,7 @@ def allocate_symmetric(nbytes: int, device: torch.device, group_name: str, excha
     buffers = [handle.get_buffer(p, (nbytes,), torch.uint8) for p in range(len(told))]
     addresses = tuple(buffer.data_ptr() for buffer in buffers)
     if addresses[handle.rank] != local.data_ptr():  # a buffer must begin where its allocation begins
-        raise RuntimeError("torch's symmetric memory gave a part of a larger allocation")
+        raise RuntimeError("torch's symmetric memory returned a part of a larger allocation")
     multicast = multicast if all(each for _, each in told) else 0
     return Region(nbytes, buffers, addresses, multicast, (handle, local))
 
@@ -142,9 +142,9 @@ def _check_meetings(counts: Sequence[int]) -> None:
     """
     if len(set(counts)) > 1 and torch_version() < NUMBERED_BY_GROUP:
         raise RuntimeError(
-            f"its ranks have met {list(counts)} times for symmetric memory, in all their groups, and would wait for "
-            f"ever: torch {torch.__version__} numbers those meetings by process. Reserve what each group will need "
-            "before the first call (fusedtp.reserve), in the same order on all ranks"
+            f"its ranks have allocated symmetric memory {list(counts)} times in all their groups, and would wait "
+            f"forever: torch {torch.__version__} numbers the allocations per process. Call fusedtp.reserve for each "
+            "group before the first operation, in the same order on all ranks"
         )
 
 

@@ -128,7 +128,7 @@ class ProcessWorld:
         told = self.exchange((domain, fault))
         found = first_fault([each for _, each in told])
         if found is None and len({each for each, _ in told}) > 1:
-            found = "their GPUs are of several NVLink domains"
+            found = "their GPUs are in different NVLink domains"
         return None if found is None else f"the group spans hosts: {found}"
 
     def _handles_fault(self, pids: Sequence[int]) -> str | None:
@@ -149,7 +149,7 @@ class ProcessWorld:
         if None not in folders and len(folders) == 1 and len(set(pids)) == self.world_size:
             return None
         return (
-            "to pass memory handles, ranks need one TMPDIR (or /tmp) with a path of less than 90 characters, and "
+            "to pass memory handles, ranks need the same TMPDIR (or /tmp), with a path of less than 90 characters, and "
             "different process ids"
         )
 
@@ -166,7 +166,7 @@ class ProcessWorld:
             visible = {gpu_uuid(i): i for i in range(torch.cuda.device_count())}
             uuid, kind = gpu_uuid(index), symmetric_kind(self.device)
             if kind != "CUDA":
-                fault = f"rank {self.rank} has torch's symmetric memory of {kind}, not of CUDA: unset TORCH_SYMMMEM"
+                fault = f"rank {self.rank} uses torch's symmetric memory by {kind}, not by CUDA: unset TORCH_SYMMMEM"
         except Exception as error:
             fault = f"rank {self.rank} cannot tell which GPU it has: {error}"
         told = self.exchange((uuid, index, fault))
@@ -184,11 +184,11 @@ class ProcessWorld:
                     reached = torch.cuda.can_device_access_peer(index, there)
                     atomic = reached and native_atomics(index, there)
                 if not reached:
-                    fault = f"the GPU of rank {self.rank} cannot access the memory of rank {p}'s"
+                    fault = f"the GPU of rank {self.rank} cannot access the memory of rank {p}'s GPU"
                 elif not atomic:
                     fault = (
-                        f"the GPU of rank {self.rank} has no native atomics in the memory of rank {p}'s, as over PCIe, "
-                        "and ranks signal each other by them"
+                        f"the GPU of rank {self.rank} has no native atomics in the memory of rank {p}'s GPU (as over "
+                        "PCIe), and ranks signal each other with atomics"
                     )
         except Exception as error:
             fault = f"rank {self.rank} cannot tell whether its GPU can access its peers' memory: {error}"
@@ -311,7 +311,7 @@ def native_atomics(index: int, there: int) -> bool:
     driver, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
     code = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), NATIVE_ATOMICS, index, there)
     if code != 0:
-        raise OSError(f"cuDeviceGetP2PAttribute({index}, {there}) gives CUresult {code}")
+        raise OSError(f"cuDeviceGetP2PAttribute({index}, {there}) returned CUresult {code}")
     return bool(found.value)
 
 
@@ -378,7 +378,7 @@ def nvlink_domain(index: int) -> str:
 
     def done(code: int, what: str) -> None:
         if code != 0:
-            raise OSError(f"{what} gives {code}")
+            raise OSError(f"{what} returned {code}")
 
     nvml, gpu, info = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), _FabricInfo()
     done(nvml.nvmlInit_v2(), "nvmlInit_v2")
@@ -389,7 +389,7 @@ def nvlink_domain(index: int) -> str:
     finally:
         nvml.nvmlShutdown()
     if info.state != FABRIC_COMPLETE or info.status != 0 or not any(info.cluster):
-        raise OSError(f"GPU {index} is in no NVLink network of several hosts")
+        raise OSError(f"GPU {index} is not in an NVLink network of several hosts")
     driver, size, memory = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t(), ctypes.c_ulonglong()
     wanted = _Allocation(1, FABRIC_HANDLE, 1, index)
     given, handle = ctypes.byref(wanted), ctypes.create_string_buffer(FABRIC_BYTES)

@@ -171,7 +171,7 @@ def _difference(mine: bytes, theirs: bytes, rank: int, peer: int, world_size: in
             if name == "tables":
                 detail += (
                     " (tuned configurations differ: set FUSEDTP_TABLES to the same folder on all ranks; or their GPUs "
-                    "have not the same multiprocessors: use engine='chunked')"
+                    "have different numbers of multiprocessors: use engine='chunked')"
                 )
             return detail
     a, b = (words[SIZES_AT : SIZES_AT + world_size] for words in both)

@@ -130,7 +130,7 @@ class VirtualWorld(Ranks):
         Raises RuntimeError if this world is already running.
         """
         if not self._running.acquire(blocking=False):
-            raise RuntimeError("this VirtualWorld is running already; its ranks are in one run at a time")
+            raise RuntimeError("this VirtualWorld is already running; wait until its run ends")
         try:
             return self._run(fn)
         finally:
@@ -205,7 +205,7 @@ def prepare_cuda(world_size: int) -> None:
     if not connections.isdecimal() or int(connections) < min(2 * world_size, 32):
         settings = " ".join(f"{name}={value}" for name, value in wanted.items())
         warnings.warn(
-            f"{world_size} ranks on one GPU may wait for each other for ever: start Python with {settings}",
+            f"{world_size} ranks on one GPU may deadlock: start Python with {settings}",
             stacklevel=3,
         )
 
@@ -235,7 +235,7 @@ class VirtualGroup:
         It lives as long as the world. Raises ValueError if the shape has another number of ranks.
         """
         if math.prod(shape) != self.size():
-            raise ValueError(f"{self.size()} ranks do not stand in the shape {tuple(shape)}")
+            raise ValueError(f"cannot arrange {self.size()} ranks in the shape {tuple(shape)}")
         lines = torch.arange(self.size(), device="cpu").view(*shape).movedim(dim, -1).reshape(-1, shape[dim]).tolist()
         line = next(each for each in lines if self._rank in each)
         return self._world.part(tuple(line)).groups[line.index(self._rank)]

@@ -382,14 +382,14 @@ class Workspace:
         if code == TOO_MANY_ROWS:
             self.failed = TooManyRows(
                 f"rank {self.rank}: {seen} rows go to the experts of rank {peer}, which has room for max_rows = "
-                f"{wanted}; the group {self.world.name!r} can not be used again"
+                f"{wanted}; the group {self.world.name!r} cannot be used again"
             )
             return
         if code == OTHER_SIGNATURE and RAISED.hash32 in (wanted, seen):
             culprit = peer if seen == RAISED.hash32 else self.rank
             self.failed = PeerFailed(
-                f"rank {self.rank}: rank {culprit} raised in a call in which others went on; the group "
-                f"{self.world.name!r} can not be used again"
+                f"rank {self.rank}: rank {culprit} raised in a call that other ranks continued; the group "
+                f"{self.world.name!r} cannot be used again"
             )
             return
         what = "had published another signature" if code == OTHER_SIGNATURE else "had not signalled"
@@ -397,7 +397,7 @@ class Workspace:
         where = "arrival" if chunk == ARRIVAL else f"chunk {chunk}"
         self.failed = kind(
             f"rank {self.rank}: a kernel waited for rank {peer}, which {what} ({where}: wanted {wanted}, "
-            f"saw {seen}); the group {self.world.name!r} can not be used again"
+            f"saw {seen}); the group {self.world.name!r} cannot be used again"
         )
 
     def refuse(self) -> None:
@@ -643,7 +643,7 @@ class Call:
             if not isinstance(theirs, bytes):
                 what = f"{self.signature.operation} (call {self.number})"
                 raise SignatureMismatch(
-                    f"rank {p} is not in a call of the group, rank {world.rank} in {what}: it may have raised in one"
+                    f"rank {world.rank} is in {what}, but rank {p} is in no call of the group: it may have raised"
                 )
             compare(self.words, theirs, world.rank, p, world.world_size)
 
@@ -694,7 +694,9 @@ class Call:
             for p in sorted(self.to_wait):
                 self.wait(p)
             if ws._status[0] == OTHER_SIGNATURE:
-                raise PeerFailed(f"a peer left call {self.number} ({self.signature.operation}); rank {ws.rank} too")
+                raise PeerFailed(
+                    f"a peer left call {self.number} ({self.signature.operation}); rank {ws.rank} stops too"
+                )
         else:  # no slot is written again before all ranks have read it
             self.meet()
 
@@ -728,7 +730,7 @@ class Call:
                     self.blamed = p
                     raise SignalTimeout(
                         f"rank {ws.rank} waited {ws.timeout_s:g} s for rank {p} in {self.signature.operation} "
-                        f"(call {self.number}); the group {ws.world.name!r} can not be used again"
+                        f"(call {self.number}); the group {ws.world.name!r} cannot be used again"
                     )
         finally:
             ws.wait_seconds += time.monotonic() - begin
@@ -743,7 +745,7 @@ class Call:
         self.blamed = p if died else gave_up_on
         what = "ended" if died else f"gave up, blaming rank {gave_up_on},"
         if died and self.ws.world.shares_process:
-            what = "ended (it raised or has left VirtualWorld.run, and backward belongs inside of that)"
+            what = "ended (it raised or left VirtualWorld.run; call backward inside of run)"
         kind = PeerDied if self.ws.world.has_died(self.blamed) else SignalTimeout
         return kind(f"rank {p} {what} while rank {self.ws.rank} waited for it in call {self.number}")
 

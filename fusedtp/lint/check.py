@@ -106,7 +106,7 @@ def check_cases(
             except CompileError as error:
                 refused.append(error)
             except BrokenProcessPool:
-                refused.append(CompileError(f"{cases[number].key}: the compiler's process ended"))
+                refused.append(CompileError(f"{cases[number].key}: the compiler's process died"))
             for report in found.get(number, ()):
                 if done is not None:
                     done(report)

@@ -42,7 +42,7 @@ def system_scope(made: Compiled) -> Iterator[Finding]:
     releases = [op for op, _, release, system in orders if release and system]
     for order, pattern, asked in (("acquire", of.acquire, acquires), ("release", of.release, releases)):
         if asked and not any(re.search(of.system, one.text) for one in made.listing.find(pattern)):
-            said = f"the source {order}s at system scope, the compiled code nowhere"
+            said = f"the source {order}s at system scope, but the compiled code does not"
             yield Finding("system-scope", said, asked[0].text, asked[0].frames)
 
 

@@ -56,10 +56,10 @@ def spills(made: Compiled) -> Iterator[Finding]:
 def shared_memory(made: Compiled) -> Iterator[Finding]:
     """A program's shared memory (and Blackwell's tensor memory) fits the target. Source: see targets.py."""
     if made.shared_bytes > made.target.shared_limit:
-        said = f"{made.shared_bytes} bytes of shared memory, {made.target.name} has {made.target.shared_limit}"
+        said = f"needs {made.shared_bytes} bytes of shared memory; {made.target.name} has {made.target.shared_limit}"
         yield Finding("shared-memory", said)
     if made.tensor_columns > TENSOR_COLUMNS:
-        said = f"{made.tensor_columns} columns of tensor memory, {made.target.name} has {TENSOR_COLUMNS}"
+        said = f"needs {made.tensor_columns} columns of tensor memory; {made.target.name} has {TENSOR_COLUMNS}"
         yield Finding("shared-memory", said)
 
 
@@ -77,7 +77,7 @@ def occupancy(made: Compiled) -> Iterator[Finding]:
     """
     if not programs(made):
         said = (
-            f"{resources(made).registers} registers a thread, {made.num_warps} warps and {made.shared_bytes} bytes of "
-            f"shared memory: a multiprocessor of {made.target.name} holds no program"
+            f"with {resources(made).registers} registers per thread, {made.num_warps} warps and {made.shared_bytes} "
+            f"bytes of shared memory, no program fits on a multiprocessor of {made.target.name}"
         )
         yield Finding("occupancy", said)

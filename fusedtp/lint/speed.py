@@ -105,7 +105,7 @@ def pipelined(made: Compiled) -> Iterator[Finding]:
     source, listing = made.source, made.listing
     specialised = "ttg.warp_specialize" in made.files["ttgir"]
     if "{tt.warp_specialize" in made.files["ttir"] and made.target.backend == "cuda" and not specialised:
-        yield Finding("pipelined", "a loop that asks to be warp-specialised is not")
+        yield Finding("pipelined", "a loop requests warp specialization but was not specialized")
     products: dict[int, set[str]] = {}  # loop of the source -> compiled loops with its matmuls
     for op in source.named(*DOTS):
         if op.loops:
@@ -120,8 +120,8 @@ def pipelined(made: Compiled) -> Iterator[Finding]:
         inside = products[id(op.loops[0])]
         ahead = any(loop and listing.ahead(one, loop) for one in found for loop in inside & {listing.loops(one)[0]})
         if not found and made.target.backend == "cuda":
-            said = "by descriptor, but no TMA copy" if by_tma else "no asynchronous copy"
-            yield Finding("pipelined", f"a matmul's load is {said}", op.text, op.frames)
+            said = "uses a descriptor, but no TMA copy" if by_tma else "is not an asynchronous copy"
+            yield Finding("pipelined", f"a matmul's load {said}", op.text, op.frames)
         elif not specialised and not ahead:
             yield Finding("pipelined", "no copy of this load is issued ahead of the loop", op.text, op.frames)
 
@@ -138,8 +138,8 @@ def carried(made: Compiled) -> Iterator[Finding]:
     """
     before, after = (_carried_by_loops(made.files[kind]) for kind in ("ttir", "ttgir"))
     if after < before:
-        said = f"loops carry {before} numbers in the source, {after} in the compiled code"
-        yield Finding("carried", f"{said}; use such a number inside of the inner loop, not as its bound alone")
+        said = f"loops carry {before} scalars in the source, {after} in the compiled code"
+        yield Finding("carried", f"{said}; use the scalar inside the inner loop, not only as its bound")
 
 
 def _carried_by_loops(text: str) -> int:

@@ -60,8 +60,8 @@ def all_gather_wgrad(
         for dy in dys:
             if tuple(dy.shape[:-1]) != lead or dy.dtype != x.dtype or dy.device != x.device:
                 raise ValueError(
-                    f"rank {at.rank}: dy has shape {tuple(dy.shape)} of {dy.dtype} on {dy.device}; with this x wanted "
-                    f"[{', '.join(map(str, lead))}, N] of {x.dtype} on {x.device}"
+                    f"rank {at.rank}: dy is {tuple(dy.shape)} {dy.dtype} on {dy.device}; for this x it must be "
+                    f"[{', '.join(map(str, lead))}, N] {x.dtype} on {x.device}"
                 )
         flat = [dy.detach().flatten(0, -2) for dy in dys]
         spec = Spec(at.name, at.rank, rows.sizes, rows.batch, engine)

@@ -53,8 +53,8 @@ def gradient(
 def _check(logits: Tensor, labels: Tensor) -> None:
     if logits.dim() != 2 or labels.shape != logits.shape[:1] or labels.dtype != torch.int64:
         raise ValueError(
-            f"wanted logits [T, V] and int64 labels [T], got {tuple(logits.shape)}, {tuple(labels.shape)} "
-            f"in {labels.dtype}"
+            f"got logits {tuple(logits.shape)} and labels {tuple(labels.shape)} {labels.dtype}, wanted logits [T, V] "
+            "and int64 labels [T]"
         )
     if logits.dtype not in pointwise.DTYPES:
         raise ValueError(f"the kernels take logits in {', '.join(map(str, pointwise.DTYPES))}, not {logits.dtype}")

@@ -75,8 +75,8 @@ def choose(
         engine = "triton"
     if engine == "multimem" and not comm.world.shares_process and comm.device.type == "cuda" and not comm.has_switch:
         raise ValueError(
-            "engine 'multimem' needs GPUs of compute capability 9.0 or later behind an NVSwitch that sums (NVLink "
-            "SHARP): torch's symmetric memory has no multicast address here; use 'triton'"
+            "engine 'multimem' needs GPUs of compute capability 9.0 or later and an NVSwitch with NVLink SHARP, but "
+            "torch's symmetric memory has no multicast address here; use 'triton'"
         )
     if engine != "auto":
         return Choice(engine, "asked for", _measured(comm, rows, dtype, operation, width).transport)
@@ -103,9 +103,9 @@ def _default(comm: Communicator, rows: Rows, dtype: torch.dtype, why: str) -> Ch
     if not has_triton():
         return Choice("chunked", "Triton is not installed")
     if torch.version.cuda and torch.cuda.get_device_capability(comm.device) < (8, 0):
-        return Choice("chunked", "the Triton kernels need compute capability 8.0")
+        return Choice("chunked", "the Triton kernels need compute capability 8.0 or later")
     if dtype == torch.float64:
-        return Choice("chunked", "the Triton kernels have no fp64")
+        return Choice("chunked", "the Triton kernels do not support fp64")
     if rows.total < DEFAULT_CROSSOVER_ROWS:
         return Choice("collective", f"{rows.total} rows, fewer than {DEFAULT_CROSSOVER_ROWS} ({why})")
     return Choice("triton", f"{rows.total} rows, at least {DEFAULT_CROSSOVER_ROWS} ({why})")
@@ -143,7 +143,8 @@ def check_triton(comm: Communicator, dtype: torch.dtype, engine: str = "triton")
         )
     if comm.device.type == "cpu" and comm.world.shares_process:
         raise ValueError(
-            f"Triton's interpreter runs one rank a process: engine {engine!r} needs the processes world on CPU"
+            f"engine {engine!r} cannot run in a virtual world on CPU: Triton's interpreter runs one rank per process; "
+            "use 'chunked'"
         )
 
 

@@ -270,15 +270,17 @@ def check(
     if dtype not in RESULTS:
         raise ValueError(f"{here} dtype of the result is {dtype}; it must be one of {RESULTS}")
     if needs_grad(x, x_scale, *weights, *w_scales, *biases):
-        raise ValueError(f"{here} an operand requires a gradient; fusedtp.nn.FP8Linear has gradients")
+        raise ValueError(
+            f"{here} an operand requires a gradient, but this operation has no backward; use fusedtp.nn.FP8Linear"
+        )
     _check_operand(here, "x", x, x_scale, x.shape[:-1].numel())
     for w, scale, bias in zip(weights, w_scales, biases, strict=True):
         _check_operand(here, "the weight", w, scale, w.shape[0] if w.dim() else 0)
         if w.dtype != weights[0].dtype:
-            raise ValueError(f"{here} the weights are {weights[0].dtype} and {w.dtype}; one is wanted")
+            raise ValueError(f"{here} the weights are {weights[0].dtype} and {w.dtype}; they must have one dtype")
         if w.dim() != 2 or x.dim() < 2 or w.shape[1] != x.shape[-1]:
             raise ValueError(
-                f"{here} x has shape {tuple(x.shape)}, the weight {tuple(w.shape)}; wanted [.., K], [N, K]"
+                f"{here} x has shape {tuple(x.shape)}, the weight {tuple(w.shape)}; wanted [..., K] and [N, K]"
             )
         if bias is not None and (tuple(bias.shape) != (w.shape[0],) or bias.dtype != dtype):
             raise ValueError(f"{here} the bias is {tuple(bias.shape)} {bias.dtype}; wanted [{w.shape[0]}] of {dtype}")

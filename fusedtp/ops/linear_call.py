@@ -117,14 +117,17 @@ def linear_call(
         biases = [None] * n if biases is None else list(biases)
         strange = [t for t in (x, *weights, *(b for b in biases if b is not None)) if not isinstance(t, Tensor)]
         if strange:
-            raise TypeError(f"rank {at.rank}: x, weights and biases are tensors, not {type(strange[0]).__name__}")
+            raise TypeError(f"rank {at.rank}: x, weights and biases must be tensors, not {type(strange[0]).__name__}")
         if act is not None and (n != 2 or len(biases) != 2 or weights[0].shape != weights[1].shape):
             raise ValueError(
                 f"rank {at.rank}: got weights {[tuple(w.shape) for w in weights]} and {len(biases)} biases; wanted "
-                "gate and up of one shape, a bias or None each"
+                "gate and up of one shape, and a bias or None for each"
             )
         if not weights or len(biases) != n:
-            raise ValueError(f"{n} weights, {len(biases)} biases; give at least one weight, a bias or None each")
+            raise ValueError(
+                f"rank {at.rank}: got {n} weights and {len(biases)} biases; give at least one weight, and a bias or "
+                "None for each"
+            )
         main_grads = main_grads_of(weights)  # before a cast loses them
         rows = rows_of(x, at, sizes, dim)
         x, *given = as_autocast(at.device_type, x, *weights, *biases)

@@ -94,7 +94,7 @@ def main_grads_of(weights: Sequence[Tensor]) -> list[MainGrad | None]:
         main_grads.append(main_grad)
         if isinstance(main_grad, Tensor) and main_grad.shape != w.shape:
             raise ValueError(
-                f"the weight has shape {tuple(w.shape)}, its main_grad {tuple(main_grad.shape)}; one is wanted"
+                f"the weight has shape {tuple(w.shape)}, its main_grad {tuple(main_grad.shape)}; they must match"
             )
     return main_grads
 

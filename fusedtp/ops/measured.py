@@ -82,7 +82,7 @@ def folders() -> list[Path]:
     """The folders that are searched for tables, the user's first."""
     named = os.environ.get(ENVIRONMENT, "")
     if named and not Path(named).is_dir():
-        warnings.warn(f"{ENVIRONMENT} is {named!r}, which is no folder: the shipped tables are used", stacklevel=2)
+        warnings.warn(f"{ENVIRONMENT} is {named!r}, which is not a folder; using the shipped tables", stacklevel=2)
     return [Path(named), SHIPPED] if named else [SHIPPED]
 
 
@@ -107,24 +107,24 @@ def parse(data: bytes, machine: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(body, dict) or type(body.get("format")) is not int:
-        raise ValueError("field 'format' is missing, so it is no file of tables")
+        raise ValueError("field 'format' is missing or not an integer, so it is not a file of tables")
     if body["format"] != FORMAT:
-        wrong = "is newer than this version of fusedtp reads" if body["format"] > FORMAT else "is not known"
-        raise ValueError(f"field 'format' is {body['format']}, which {wrong} ({FORMAT})")
+        wrong = "newer than" if body["format"] > FORMAT else "unknown to"
+        raise ValueError(f"field 'format' is {body['format']}, {wrong} this version of fusedtp, which reads {FORMAT}")
     if set(body) != set(FIELDS):
         odd = ", ".join(sorted(map(repr, set(body) ^ set(FIELDS))))
         raise ValueError(f"fields are missing or unknown: {odd}")
     digest = digest_of({name: value for name, value in body.items() if name != "digest"})
     if body["digest"] != digest:
-        raise ValueError(f"field 'digest' is not that of the content, {digest}: damaged, or edited")
+        raise ValueError(f"field 'digest' does not match the content ({digest}): the file was damaged or edited")
     if body["machine"] != machine:
-        raise ValueError(f"field 'machine' is {body['machine']!r}, wanted is {machine!r}")
+        raise ValueError(f"field 'machine' is {body['machine']!r}; it must be {machine!r}")
     tables = body["tables"]
     if not isinstance(tables, dict):
         raise ValueError("field 'tables' is not an object")
     for name, table in tables.items():
         if not isinstance(table, dict) or set(table) != set(TABLE):
-            raise ValueError(f"table {name!r} has not the fields {', '.join(TABLE)}")
+            raise ValueError(f"table {name!r} must have exactly the fields {', '.join(TABLE)}")
         entries = table["entries"]
         if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
             raise ValueError(f"field 'entries' of table {name!r} is not a list of objects")
@@ -164,7 +164,7 @@ def read(name: str, machine: str, faults: Callable[[dict[str, Any]], Faults]) ->
 def _set_aside(what: str, wrong: Faults) -> None:
     shown = "; ".join(each[:200] for each in wrong[:5])
     more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-    warnings.warn(f"{what} is not used, and defaults in its place: {shown}{more}", stacklevel=2)
+    warnings.warn(f"{what} is ignored, and defaults are used instead: {shown}{more}", stacklevel=2)
 
 
 def wrong_number(value: Any, least: int, most: int, power_of_two: bool = False) -> str:
@@ -312,7 +312,7 @@ def faults(entry: dict[str, Any], machine: str) -> Faults:
     found = []
     for name, known in (("operation", FUSED), ("dtype", DTYPES), ("ranks", RANKS)):
         if entry.get(name) not in known:
-            found.append(f"field {name!r} is {entry.get(name)!r}; known are {', '.join(known)}")
+            found.append(f"field {name!r} is {entry.get(name)!r}; it must be one of {', '.join(known)}")
     for name, least in (("world", 2), ("width", 1)):
         wrong = wrong_number(entry.get(name), least, 1 << 40)
         found += [f"field {name!r} {wrong}"] if wrong else []
@@ -327,11 +327,11 @@ def faults(entry: dict[str, Any], machine: str) -> Faults:
 def _step_faults(name: str, steps: Any, known: Sequence[str]) -> Faults:
     pairs = isinstance(steps, list) and all(isinstance(step, list) and len(step) == 2 for step in steps)
     if not pairs or not steps:
-        return [f"field {name!r} is no list of pairs [rows, name]"]
+        return [f"field {name!r} must be a non-empty list of pairs [rows, name]"]
     found = [f"{name}: {each!r} is not one of {', '.join(known)}" for _, each in steps if each not in known]
     for rows, _ in steps:
         wrong = wrong_number(rows, 0, 1 << 40)
         found += [f"{name}: rows {wrong}"] if wrong else []
     if not found and ([rows for rows, _ in steps] != sorted({rows for rows, _ in steps}) or steps[0][0] != 0):
-        found.append(f"{name}: rows must rise from 0")
+        found.append(f"{name}: rows must start at 0 and increase")
     return found

@@ -426,7 +426,7 @@ def _refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(
             "fusedtp's operations have no forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp); "
-            "differentiate backward"
+            "use reverse mode"
         )
 
 
@@ -447,20 +447,21 @@ def check_linear(at: Place, x: Tensor, weights: Sequence[Tensor], biases: Sequen
         shape = w.shape
         if len(shape) != 2 or x.dim() < 2:
             raise ValueError(
-                f"rank {at.rank}: x has shape {tuple(x.shape)}, the weight {tuple(shape)}; a weight is [N, K]"
+                f"rank {at.rank}: x has shape {tuple(x.shape)}, the weight {tuple(shape)}; wanted [T, K] or "
+                "[B, S, K], and [N, K]"
             )
         if width != shape[1]:
             raise ValueError(f"rank {at.rank}: x has {width} columns, the weight {tuple(shape)} takes {shape[1]}")
         if b is not None and tuple(b.shape) != (shape[0],):
             raise ValueError(
-                f"rank {at.rank}: the bias has shape {tuple(b.shape)}, the weight {tuple(shape)} wants [{shape[0]}]"
+                f"rank {at.rank}: the bias has shape {tuple(b.shape)}; the weight {tuple(shape)} needs [{shape[0]}]"
             )
         if w.dtype != dtype or w.device != device:
             raise ValueError(f"rank {at.rank}: x is {dtype} on {device}, the weight {w.dtype} on {w.device}")
         if b is not None and (b.dtype != dtype or b.device != device):
             raise ValueError(f"rank {at.rank}: x is {dtype} on {device}, the bias {b.dtype} on {b.device}")
     if dtype.itemsize == 1 and dtype.is_floating_point:
-        raise ValueError(f"rank {at.rank}: x is {dtype}; fp8 with its scales is what the scaled_ operations take")
+        raise ValueError(f"rank {at.rank}: x is {dtype}; for fp8 with scales use the scaled_ operations")
     if not dtype.is_floating_point:
         raise ValueError(f"rank {at.rank}: x is {dtype}; the operations take floating-point tensors")
     if device.type != at.device_type:
@@ -482,9 +483,9 @@ def check_lying(at: Place, operands: Iterable[Any], dim: int) -> None:
                 continue
             if getattr(placement, "dim", None) != dim or not _is_group(mesh.get_group(i), at.name):
                 raise ValueError(
-                    f"rank {at.rank}: a weight or bias of shape {tuple(operand.shape)} lies as {placements} on {mesh}; "
-                    f"wanted Shard({dim}) over the ranks of group {at.name!r}. One that FSDP has sharded too is whole "
-                    "on them in the forward of the module that FSDP wraps"
+                    f"rank {at.rank}: a weight or bias of shape {tuple(operand.shape)} has placements {placements} on "
+                    f"{mesh}; wanted Shard({dim}) over the ranks of group {at.name!r}. If FSDP shards it too, use it "
+                    "only in the forward of the module that FSDP wraps"
                 )
 
 

@@ -73,7 +73,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Raises ValueError if x and residual differ in shape or dtype.
     """
     if x.shape != residual.shape or x.dtype != residual.dtype:
-        raise ValueError(f"got x {tuple(x.shape)} {x.dtype} and a residual {tuple(residual.shape)} {residual.dtype}")
+        raise ValueError(
+            f"got x {tuple(x.shape)} {x.dtype} and a residual {tuple(residual.shape)} {residual.dtype}: they must match"
+        )
     y, total = _RMSNorm.apply(_rows(x), _rows(residual), weight, eps)
     return _shaped(y, x), _shaped(total, x)
 
@@ -84,7 +86,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, returns_input: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         if weight.shape != x.shape[-1:]:
-            raise ValueError(f"got a weight {tuple(weight.shape)} for rows of {x.shape[-1]}")
+            raise ValueError(f"got a weight {tuple(weight.shape)}, wanted [{x.shape[-1]}]")
         ctx.set_materialize_grads(False)
         y, h, inverse_rms = launch.pointwise.rms_norm(x, residual, weight, eps)
         ctx.save_for_backward(h, weight, inverse_rms)
@@ -110,7 +112,9 @@ def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
     Raises ValueError if they differ in shape or dtype, or for an unknown act. Source: Shazeer 2020.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(f"got gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}")
+        raise ValueError(
+            f"got gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}: they must match"
+        )
     if act not in ACTIVATIONS:
         raise ValueError(f"the kernels have {', '.join(ACTIVATIONS)}, not {act!r}")
     y: Tensor = _Gated.apply(gate.contiguous(), up.contiguous(), act)

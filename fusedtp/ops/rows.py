@@ -92,9 +92,11 @@ class Rows:
 def rows_of_shard(x: Tensor, at: Place, sizes: Sequence[int] | None, dim: int) -> Rows:
     """The row map when `x` is this rank's shard. Without `sizes` all ranks hold as many rows as this one."""
     if dim not in (0, 1):
-        raise ValueError(f"dim is {dim}; tokens are sharded along dim 0 of [T, K] or dim 1 of [B, S, K]")
+        raise ValueError(f"rank {at.rank}: dim is {dim}; it must be 0 for [T, K] or 1 for [B, S, K]")
     if x.dim() != 2 + dim:
-        raise ValueError(f"with dim={dim} the tensor must have {2 + dim} dimensions, not shape {tuple(x.shape)}")
+        raise ValueError(
+            f"rank {at.rank}: x has shape {tuple(x.shape)}; with dim={dim} it must have {2 + dim} dimensions"
+        )
     batch = x.shape[0] if dim == 1 else 1
     if sizes is None:
         return Rows((x.shape[dim],) * at.world_size, batch)
@@ -102,7 +104,7 @@ def rows_of_shard(x: Tensor, at: Place, sizes: Sequence[int] | None, dim: int) -
     _check_sizes(rows.sizes, at)
     if rows.sizes[at.rank] != x.shape[dim]:
         raise ValueError(
-            f"rank {at.rank}: sizes[{at.rank}] is {rows.sizes[at.rank]} but its shard has {x.shape[dim]} rows "
+            f"rank {at.rank}: sizes[{at.rank}] is {rows.sizes[at.rank]}, but this rank's shard has {x.shape[dim]} rows "
             f"(shape {tuple(x.shape)}, dim {dim})"
         )
     return rows
@@ -112,14 +114,20 @@ def rows_of_full(x: Tensor, at: Place, sizes: Sequence[int] | None, dim: int) ->
     """The row map when `x` holds all rows. Without `sizes` they are split like torch.chunk."""
     shape = x.shape
     if dim not in (0, 1) or len(shape) != 2 + dim:
-        raise ValueError(f"with dim={dim} x must have {2 + dim} dimensions (dim 0 or 1), not shape {tuple(shape)}")
+        raise ValueError(
+            f"rank {at.rank}: dim is {dim} and x has shape {tuple(shape)}; wanted dim 0 and [T, K], or dim 1 and "
+            "[B, S, K]"
+        )
     batch = shape[0] if dim == 1 else 1
     if sizes is None:
         return Rows(split(shape[dim], at.world_size), batch)
     rows = Rows(tuple(int(n) for n in sizes), batch)
     _check_sizes(rows.sizes, at)
     if rows.length != shape[dim]:
-        raise ValueError(f"sizes {list(rows.sizes)} sum to {rows.length} but dimension {dim} of {tuple(shape)} differs")
+        raise ValueError(
+            f"rank {at.rank}: sizes {list(rows.sizes)} sum to {rows.length}, but dim {dim} of x {tuple(shape)} is "
+            f"{shape[dim]}"
+        )
     return rows
 
 
@@ -130,4 +138,4 @@ def rows_of_all(x: Tensor, at: Place, _sizes: object = None, _dim: int = 0) -> R
 
 def _check_sizes(sizes: tuple[int, ...], at: Place) -> None:
     if len(sizes) != at.world_size or min(sizes) < 0:
-        raise ValueError(f"sizes must be {at.world_size} row counts, one a rank, not {list(sizes)}")
+        raise ValueError(f"rank {at.rank}: sizes must be {at.world_size} row counts, one per rank, not {list(sizes)}")

@@ -87,8 +87,8 @@ def scaled_all_gather_matmul(
         biases = [None] * len(weights) if biases is None else list(biases)
         if not weights or not len(weights) == len(w_scales) == len(biases):
             raise ValueError(
-                f"rank {at.rank}: {len(weights)} weights, {len(w_scales)} scales, {len(biases)} biases; give at least "
-                "one weight, with a scale and a bias or None each"
+                f"rank {at.rank}: got {len(weights)} weights, {len(w_scales)} scales and {len(biases)} biases; give at "
+                "least one weight, and a scale and a bias or None for each"
             )
         rows = rows_of_shard(x, at, sizes, dim)
         fp8.check(at, x, x_scale, weights, w_scales, biases, dtype)

@@ -94,7 +94,7 @@ class Await:
 
     def __post_init__(self) -> None:
         if self.by not in COMPARED:
-            raise ValueError(f"a wait by {self.by!r}; it must be one of {', '.join(COMPARED)}")
+            raise ValueError(f"by is {self.by!r}; it must be one of {', '.join(COMPARED)}")
 
     def over(self, seen: int) -> bool:
         """Whether this value ends the wait."""
@@ -139,7 +139,7 @@ def memory_map(run: Run, more: Iterable[tuple[str, int, Tensor]] = ()) -> Map:
     found, world_size = Map(), len(run.work)
     for memory in run.memory:
         if len(memory.tensors) != world_size:
-            raise ValueError(f"memory {memory.name!r} has {len(memory.tensors)} tensors, the world {world_size} ranks")
+            raise ValueError(f"memory {memory.name!r} has {len(memory.tensors)} tensors for {world_size} ranks")
         for rank, tensor in enumerate(memory.tensors):
             found.add_slice(memory.name, rank, tensor, memory.poisoned)
         if "_window" in vars(memory):  # its multicast address was requested
@@ -154,11 +154,11 @@ def memory_map(run: Run, more: Iterable[tuple[str, int, Tensor]] = ()) -> Map:
             elif isinstance(work, Copy):
                 kinds = {(each.shape, each.dtype, each.is_contiguous()) for each in (work.dst, work.src)}
                 if len(kinds) > 1 or not work.src.is_contiguous() or work.pieces < 1:
-                    raise ValueError(f"rank {rank} copies tensors not of one shape and dtype, contiguous, in pieces")
+                    raise ValueError(f"rank {rank}: dst, src must be contiguous, of one shape and dtype, pieces >= 1")
                 found.add("copied to", rank, work.dst)
                 found.add("copied from", rank, work.src)
             elif work.flag.numel() != 1 or work.flag.dtype not in (torch.int32, torch.int64):
-                raise ValueError(f"rank {rank} has a flag that is no single element of int32 or int64")
+                raise ValueError(f"rank {rank}: a flag must be a single element of int32 or int64")
             else:
                 found.add("flag", rank, work.flag)
     found.freeze()

@@ -103,7 +103,7 @@ def run(
     """
     given = [args_of_rank(r) for r in range(world_size)] if callable(args_of_rank) else list(args_of_rank)
     if len(given) != world_size:
-        raise ValueError(f"arguments for {len(given)} ranks, the world has {world_size}")
+        raise ValueError(f"got arguments for {len(given)} ranks, wanted {world_size}")
     made = Run([[Launch(kernel, grid, args)] for args in given], memory)
     check_arguments(made)
     return run_schedule(made, Schedule(strategy, seed, resident, weak, fine, target, tuple(waive)))
@@ -126,7 +126,7 @@ def check_arguments(run: Run) -> None:
                 raise ValueError(f"rank {rank} and rank 0 differ in arguments {sorted(kinds.keys() ^ wanted.keys())}")
             for name, kind in kinds.items():
                 if kind != wanted[name] and "NoneType" not in (kind, wanted[name]):
-                    raise ValueError(f"argument {name!r} is {kind} on rank {rank}, {wanted[name]} on 0")
+                    raise ValueError(f"argument {name!r} is {kind} on rank {rank}, {wanted[name]} on rank 0")
 
 
 def _kinds(args: dict[str, Any]) -> dict[str, str]:

@@ -90,7 +90,7 @@ class Wait:
 
     @property
     def said(self) -> str:
-        written = self.last_writer or "nobody wrote it during this run"
+        written = self.last_writer or "not written during this run"
         return f"waits for {place_of(self.tensor, self.index, self.index)}, sees {self.seen} ({written})"
 
     def __str__(self) -> str:
@@ -150,14 +150,14 @@ RULES = {
     "write-write race": "two programs, or copies, write the same bytes and nothing orders them",
     "read-write race": "one program, or warp, reads what another writes and nothing orders them",
     "scope": "two ranks use one word with atomics whose scope does not reach the other rank",
-    "never written": "a load reads workspace that nobody has written",
+    "never written": "a load reads memory that was never written",
     "out of bounds": "an access outside every allocation that the case named",
-    "misaligned": "an access whose address is no multiple of its size",
-    "missing proxy fence": "an asynchronous access to what threads used in shared memory, or a descriptor, unfenced",
+    "misaligned": "an access whose address is not a multiple of its size",
+    "missing proxy fence": "an asynchronous access follows one by threads with no proxy fence in between",
     "deadlock": "every live program waits and nothing can wake it",
-    "no progress": "a limit of steps or turns was reached: a loop does not end, or is a very long one",
+    "no progress": "the limit of steps or turns was reached: a loop does not end, or runs very long",
     "wrong value": "the result differs from the reference",
-    "assertion": "a device_assert of the kernel failed, or it did what ends it on a GPU",
+    "assertion": "a device_assert failed, or the kernel did something that stops it on a GPU",
     "raised": "the case or its reference raised",
     "timed out": "a kernel recorded a failed wait or another signature",
 }
@@ -186,7 +186,7 @@ def unwaivable(name: str) -> str:
     """Why a finding of this name cannot be waived; "" if it can."""
     rule = next((rule for rule in RULES if f"{name} ".startswith(f"{rule} ")), "")
     if rule not in WAIVABLE and rule:
-        return f"{name!r} cannot be waived: no run goes on past it. What can be: {', '.join(WAIVABLE)}"
+        return f"{name!r} cannot be waived: no run can continue past it. Waivable are: {', '.join(WAIVABLE)}"
     if rule in ("", name):
         return f"{name!r} must be a rule and its lines, in quotes, such as 'read-write race ring.py:12 ring.py:21'"
     return ""

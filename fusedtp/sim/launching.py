@@ -41,7 +41,7 @@ class Plain(Launch):
 def plain(run: Run, turn: int = 0) -> Run:
     """The same run with plain launches. turn: index of the config of an autotuned kernel, modulo their number."""
     if not run.work:
-        raise ValueError("a run of no rank: it needs a list of work for each")
+        raise ValueError("the run has no ranks: it needs a list of work for each rank")
     replaced = any(isinstance(work, Launch) and work.replace for of_rank in run.work for work in of_rank)
     table = _table(run.memory, len(run.work)) if replaced else None
     made: list[list[Work]] = []
@@ -66,8 +66,8 @@ def _plain(launch: Launch, turn: int, environment: tuple[int, ...]) -> Plain:
     config = ""
     while not hasattr(kernel, "params"):
         if hasattr(kernel, "rewrite"):  # an InterpretedFunction
-            why = "what is compiled runs here: unset TRITON_INTERPRET before triton is imported"
-            raise UnsupportedKernel(f"{name_of(kernel)!r} was decorated to be interpreted; {why}")
+            why = "compiled kernels run here: unset TRITON_INTERPRET before triton is imported"
+            raise UnsupportedKernel(f"{name_of(kernel)!r} was decorated for Triton's interpreter, but {why}")
         if hasattr(kernel, "configs"):
             config = _tuned(kernel, args, options, launch.tuned, turn)
         elif hasattr(kernel, "values") and hasattr(kernel, "fn"):
@@ -98,7 +98,7 @@ def _tuned(tuner: Any, args: dict[str, Any], options: dict[str, Any], named: Any
     given = chosen.all_kwargs()
     both = sorted(set(given) & set(args))
     if both:
-        raise ValueError(f"{name_of(tuner)!r}: {', '.join(both)} both given and chosen by autotune")
+        raise ValueError(f"{name_of(tuner)!r}: {', '.join(both)} given both as arguments and by autotune")
     if chosen.pre_hook is not None:
         chosen.pre_hook({**args, **given})
     for key, value in given.items():
@@ -114,7 +114,7 @@ def _bound(kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters
     unknown = [key for key in args if key not in parameters]
     if unknown:
-        raise ValueError(f"{name_of(kernel)!r} takes no {', '.join(unknown)}: it takes {', '.join(parameters)}")
+        raise ValueError(f"{name_of(kernel)!r} has no argument {', '.join(unknown)}; it has {', '.join(parameters)}")
     missing = [key for key, each in parameters.items() if key not in args and each.default is each.empty]
     if missing:
         raise ValueError(f"{name_of(kernel)!r} is launched without {', '.join(missing)}")

@@ -140,7 +140,7 @@ class Map:
                 return
             if begin < other.end and other.base < end:
                 both = f"{name} of rank {rank} overlaps {other.label} or interleaves with it"
-                raise ValueError(f"{both}: one memory is enough")
+                raise ValueError(f"{both}: pass both as one memory")
         others.append(_allocation(name, rank, tensor, poisoned, begin, end))
 
     def add_arguments(self, name: str, rank: int, value: Any) -> None:

@@ -31,16 +31,16 @@ def report(
     lines = [f"{fault.rule}: {fault.message}", f"({RULES.get(fault.rule, '')})"]
     lines += ["", f"Cause: {fault.cause}"] if fault.cause else []
     for end in fault.ends:
-        value = f", {end.value} there at first" if isinstance(end, Access) and end.value else ""
+        value = f", initially {end.value}" if isinstance(end, Access) and end.value else ""
         lines += ["", f"rank {end.rank}, {end.launch}, program {end.program}: {end.said}{value}", *_source(end.site)]
     lines += ["", f"wanted {wrong.wanted}, seen {wrong.seen}"] if (wrong := fault.mismatch) else []
     if rows := relevant(fault):
-        said = f"The shortest interleaving found has {fault.switches} switches between programs; time runs down:"
+        said = f"The shortest interleaving found has {fault.switches} switches between programs; time runs downward:"
         lines += ["", said, interleaving(rows, width)]
     if fault.strategy:
         lines += ["", "Replay:", *(f"  {line}" for line in replay(fault, name, world_size, command))]
     if fault.rule in WAIVABLE:
-        lines += ["", "To go past it and see what lies behind:", f"  --waive {shlex.quote(fault.name)}"]
+        lines += ["", "To continue past this finding:", f"  --waive {shlex.quote(fault.name)}"]
     return "\n".join(lines)
 
 

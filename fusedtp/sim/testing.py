@@ -52,7 +52,7 @@ def assert_no_finding(
         if outcome.fault is not None:
             raise Finding(outcome.fault, _path_of(case), world_size)
         if not outcome.passed:
-            raise AssertionError(f"{made.name}: no schedule ended in {seconds} s; the first stood at {outcome.late}")
+            raise AssertionError(f"{made.name}: no schedule ended in {seconds} s; the first stopped at {outcome.late}")
     for name in [name for name in waive if name not in met]:
         warnings.warn(f"{made.name}: no schedule met {name!r}; the waiver may be stale", stacklevel=2)
 
@@ -60,7 +60,7 @@ def assert_no_finding(
 def _case(case: Case | Callable[..., Any], world_size: int | None) -> Case:
     if isinstance(case, Case):
         if world_size is not None:
-            raise ValueError(f"{case.name} is a Case: its world size is its own")
+            raise ValueError(f"{case.name} is a Case, which sets its own world size; omit world_size")
         return case
     called = str(getattr(case, "__name__", "the case"))
     if world_size is not None and "world_size" not in inspect.signature(case).parameters:

@@ -99,10 +99,10 @@ def test_each_way_of_a_gather_goes_by_its_transport(monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--tp", "1"], "--tp 1: one rank has nothing to choose"),
-        (["--operations", "matmul"], "--operations 'matmul' is none of all_gather_matmul"),
-        (["--save"], "--save keeps tables of GPUs"),
-        (["--minutes", "-1"], "--minutes -1.0 must not be negative"),
+        (["--tp", "1"], "--tp 1: a single rank needs no engine"),
+        (["--operations", "matmul"], "--operations 'matmul' is not one of all_gather_matmul"),
+        (["--save"], "--save is for tables of GPUs only"),
+        (["--minutes", "-1"], "--minutes -1.0 must be finite and not negative"),
         (["--device", "cuda"], "torch sees no GPU here"),
     ],
 )

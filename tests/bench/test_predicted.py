@@ -99,7 +99,7 @@ def test_a_node_has_one_table_of_all_its_files(tmp_path, capsys):
         (ranks, dtype) for ranks in (8, 2) for dtype in predicted.DTYPES
     ]
     assert predicted.main([str(made[0]), str(made[0])], tmp_path / "others") == 2
-    assert "ranks 8" in capsys.readouterr().err and not (tmp_path / "others").exists()
+    assert "with 8 ranks" in capsys.readouterr().err and not (tmp_path / "others").exists()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_file_that_is_none_is_refused(wrong, tmp_path, capsys):
     if wrong.get("commit", "") is None:
         path.write_text("[")
     assert predicted.main([str(path)], tmp_path) == 2
-    assert "is no file of predicted times" in capsys.readouterr().err
+    assert "is not a file of predicted times" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 

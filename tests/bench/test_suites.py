@@ -249,7 +249,7 @@ def test_faults_of_options_are_told_together(capsys: pytest.CaptureFixture[str])
     for part in ("'nonsense'", "does not split over 3", "'int8'", "'warp'", "tokens '0'"):
         assert part in said
     uneven = ["all-gather-matmul", "--device", "cpu", "--shapes", "tiny", "--tokens", "7", "--tp", "2"]
-    assert cli.main(uneven) == 2 and "7 tokens do not split over 2" in capsys.readouterr().err
+    assert cli.main(uneven) == 2 and "7 tokens do not divide among 2" in capsys.readouterr().err
     assert cli.main(["all-gather-matmul", "--device", "cpu", "--tp", "1"]) == 2
     assert "no case" in capsys.readouterr().err
     assert cli.main(["nonsense"]) == 2

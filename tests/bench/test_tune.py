@@ -164,15 +164,15 @@ def test_all_ranks_find_the_cheapest_that_is_not_refused(gain, stages, monkeypat
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--shapes", "gpt5"], "--shapes 'gpt5' is none of llama3-8b"),
-        (["--dtype", "int4,float32"], "--dtype 'int4' is none of"),
-        (["--kernels", "gemm"], "--kernels 'gemm' is none of matmul"),
-        (["--tokens", "0,x"], "--tokens '0' is no positive whole number; --tokens 'x'"),
-        (["--tp", ","], "--tp names none"),
+        (["--shapes", "gpt5"], "--shapes 'gpt5' is not one of llama3-8b"),
+        (["--dtype", "int4,float32"], "--dtype 'int4' is not one of"),
+        (["--kernels", "gemm"], "--kernels 'gemm' is not one of matmul"),
+        (["--tokens", "0,x"], "--tokens '0' is not a positive whole number; --tokens 'x'"),
+        (["--tp", ","], "--tp is empty"),
         (["--candidates", "-1"], "--candidates -1 must not be negative"),
-        (["--save", "--out", "x"], "--save and --out name two folders"),
-        (["--save"], "--save keeps tables of GPUs"),
-        (["--tp", "2", "--kernels", "matmul"], "no kernel of these runs on so many ranks"),
+        (["--save", "--out", "x"], "--save and --out cannot be combined"),
+        (["--save"], "--save is for tables of GPUs only"),
+        (["--tp", "2", "--kernels", "matmul"], "none of these kernels runs on this number of ranks"),
     ],
 )
 def test_bad_input_is_refused(argv, told, capsys):

@@ -52,7 +52,9 @@ def refused_on_this_rank(group) -> list[str]:
 
 def test_a_rank_outside_of_a_group_a_foreign_object_and_an_unknown_name_are_told_apart():
     first, second = world(2).run(refused_on_this_rank)
-    assert second[0].startswith("TypeError: rank 1: group is -100, which torch gives to ranks outside of a new group")
+    assert second[0].startswith(
+        "TypeError: rank 1: group is -100, which new_group returns on ranks outside of the group"
+    )
     for rank, (foreign, name) in enumerate((first, second[1:])):
         assert foreign.startswith(f"TypeError: rank {rank}: group is <") and "Foreign" in foreign
         assert name == f"ValueError: rank {rank}: no group is named 'tp'"

@@ -71,7 +71,7 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
         assert index == seen.index
         called("nvlink_domain")
         if not seen.domain:
-            raise OSError("in no NVLink network of several hosts")
+            raise OSError("not in an NVLink network of several hosts")
         return seen.domain
 
     def pidfd_open(pid: int) -> int:
@@ -134,7 +134,7 @@ def test_symmetric_memory_of_another_kind_is_refused_on_all_ranks():
 
 def test_a_gpu_that_cannot_reach_its_peer_s_is_named_on_all_ranks():
     told = outcomes(Seen(("a", "b"), 0), Seen(("a", "b"), 1, unreachable=("a",)))
-    assert {fault for fault, _ in told} == {"the GPU of rank 1 cannot access the memory of rank 0's"}
+    assert {fault for fault, _ in told} == {"the GPU of rank 1 cannot access the memory of rank 0's GPU"}
 
 
 def test_gpus_without_native_atomics_between_them_are_named_on_all_ranks():
@@ -186,7 +186,9 @@ def test_gpu_ranks_that_torch_s_handles_cannot_reach_say_so(tmp_path):
     here = Seen(("a",)), Seen(("b",), folder=str(tmp_path))
     for seen in (folders, missing, pids, here):
         for fault, variable in outcomes(*seen):
-            assert "one TMPDIR (or /tmp)" in str(fault) and "different process ids" in str(fault) and variable is None
+            assert (
+                "the same TMPDIR (or /tmp)" in str(fault) and "different process ids" in str(fault) and variable is None
+            )
         assert outcomes(*seen, device="cpu")[0][0] == (None if seen is here else "the group spans PID namespaces")
 
 
@@ -195,7 +197,7 @@ def test_gpu_ranks_whose_sockets_would_have_too_long_a_name_say_so(tmp_path):
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     seen = Seen(("a",), folder=str(deep)), Seen(("b",), folder=str(deep))
-    assert all("one TMPDIR" in str(fault) for fault, _ in outcomes(*seen))
+    assert all("the same TMPDIR" in str(fault) for fault, _ in outcomes(*seen))
 
 
 def test_gpus_of_several_hosts_in_one_nvlink_domain_share_memory():
@@ -207,8 +209,8 @@ def test_gpus_of_several_hosts_in_one_nvlink_domain_share_memory():
 def test_gpus_of_several_hosts_that_nvlink_does_not_connect_say_so_on_all_ranks():
     there = Seen(("a",), host="x", domain="n 1")
     other = {
-        "several NVLink domains": Seen(("b",), host="y", domain="n 2"),
-        "rank 1: in no NVLink network of several hosts": Seen(("b",), host="y"),
+        "different NVLink domains": Seen(("b",), host="y", domain="n 2"),
+        "rank 1: not in an NVLink network of several hosts": Seen(("b",), host="y"),
         "does not share memory between hosts": Seen(("b",), host="y", domain="n 1", torch=(2, 8)),
     }
     for words, seen in other.items():
@@ -322,7 +324,7 @@ def test_without_nvml_nothing_is_known_of_hidden_gpus():
 @pytest.mark.parametrize("info", [{"state": 2}, {"status": 10}, {"cluster": bytes(16)}])
 def test_a_gpu_whose_network_is_not_up_or_ends_at_its_host_is_in_no_domain(info):
     """An H100 behind switches of its host reports a finished network, of no cluster."""
-    with pytest.raises(OSError, match="GPU 2 is in no NVLink network of several hosts"):
+    with pytest.raises(OSError, match="GPU 2 is not in an NVLink network of several hosts"):
         domain_by(Driver(**info))
 
 
@@ -332,7 +334,7 @@ def test_a_gpu_whose_network_is_not_up_or_ends_at_its_host_is_in_no_domain(info)
 )  # fmt: skip
 def test_what_the_driver_refuses_is_named_and_nothing_is_kept(broken):
     driver = Driver(broken)
-    with pytest.raises(OSError, match=f"{broken}.* gives 999"):
+    with pytest.raises(OSError, match=f"{broken}.* returned 999"):
         domain_by(driver)
     assert driver.calls.count("nvmlShutdown") == (broken != "nvmlInit_v2")
     assert driver.calls.count("cuMemRelease") == (broken == "cuMemExportToShareableHandle")

@@ -53,7 +53,7 @@ def test_ranks_of_a_virtual_world_in_a_shape_are_groups():
     columns, rows = [[0, 3], [1, 4], [2, 5]], [[0, 1, 2], [3, 4, 5]]
     wanted = [[(columns[r % 3], r // 3), (rows[r // 3], r % 3), (columns[r % 3], r // 3)] for r in range(6)]
     assert VirtualWorld(6).run(lines_of_ranks) == wanted
-    with pytest.raises(ValueError, match="4 ranks do not stand in the shape \\(3, 2\\)"):
+    with pytest.raises(ValueError, match="cannot arrange 4 ranks in the shape \\(3, 2\\)"):
         VirtualWorld(4).run(lambda group: group.along((3, 2), 0))
 
 

@@ -373,7 +373,7 @@ def refused(group, what: str) -> None:
         ("act", r"rank 0: act is 'relu'; it must be one of silu"),
         ("one", r"rank 0: got weights \[\(4, 3\)\] and 1 biases; wanted gate and up of one shape"),
         ("shapes", r"rank 0: got weights \[\(4, 3\), \(5, 3\)\]"),
-        ("bias", r"rank 0: the bias has shape \(3,\), the weight \(4, 3\) wants \[4\]"),
+        ("bias", r"rank 0: the bias has shape \(3,\); the weight \(4, 3\) needs \[4\]"),
     ],
 )
 def test_what_does_not_fit_is_refused(what, said):

@@ -140,7 +140,7 @@ def test_auto_does_what_the_table_of_this_machine_says(tmp_path):
             counts, reason = fusedtp.VirtualWorld(2).run(lambda group, rows=rows: _gather(group, rows))[1]
             assert counts == {engine: 1}
             assert f"measured crossover of {CPU}" in reason
-    with tables_in(tmp_path / "none"), pytest.warns(UserWarning, match="no folder"):
+    with tables_in(tmp_path / "none"), pytest.warns(UserWarning, match="not a folder"):
         counts, reason = fusedtp.VirtualWorld(2).run(lambda group: _gather(group, 1))[0]
     assert counts == {"chunked": 1} and reason == "CPU ranks read their peers' shards in place"
 
@@ -172,7 +172,7 @@ def test_auto_does_what_the_table_of_this_machine_says(tmp_path):
             8192,
             ("triton", "4096 rows, at least 2048 (not in the crossover table of nvidia-h20"),
         ),
-        (4096, torch.float64, 8192, ("chunked", "the Triton kernels have no fp64")),
+        (4096, torch.float64, 8192, ("chunked", "the Triton kernels do not support fp64")),
     ],
 )
 def test_auto_on_a_gpu(rows, dtype, width, want, tmp_path):
@@ -202,16 +202,16 @@ def test_auto_on_a_gpu(rows, dtype, width, want, tmp_path):
 
 
 BAD = {
-    "another machine": (None, "field 'machine' is 'nvidia-h200', wanted is"),
+    "another machine": (None, "field 'machine' is 'nvidia-h200'; it must be"),
     "an engine": (entry([[0, "magic"]]), "engines: 'magic' is not one of collective, chunked"),
     "an engine for GPUs": (entry([[0, "triton"]]), "engines: 'triton' is not one of collective, chunked"),
-    "no engine": (entry([]), "field 'engines' is no list of pairs"),
-    "an odd step": (entry([[0]]), "field 'engines' is no list of pairs"),
+    "no engine": (entry([]), "field 'engines' must be a non-empty list of pairs"),
+    "an odd step": (entry([[0]]), "field 'engines' must be a non-empty list of pairs"),
     "rows that fall": (
         entry([[0, "chunked"], [9, "collective"], [8, "chunked"]]),
-        "engines: rows must rise from 0",
+        "engines: rows must start at 0 and increase",
     ),
-    "rows from 1": (entry([[1, "chunked"]]), "engines: rows must rise from 0"),
+    "rows from 1": (entry([[1, "chunked"]]), "engines: rows must start at 0 and increase"),
     "rows of -1": (entry([[-1, "chunked"]]), "engines: rows must be a whole number"),
     "an operation": (entry([[0, "chunked"]], KEY._replace(operation="x")), "field 'operation' is 'x'"),
     "a dtype": (entry([[0, "chunked"]], KEY._replace(dtype=["x"])), r"field 'dtype' is ['x']"),

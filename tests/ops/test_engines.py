@@ -140,8 +140,8 @@ def test_auto_on_a_cpu_is_chunked_at_any_size(dtype):
         (2048, FP32, {}, "triton", "2048 rows, at least 2048 (no crossover table)"),
         (2048, torch.bfloat16, {}, "triton", "2048 rows, at least 2048"),
         (2048, torch.float16, {}, "triton", "2048 rows, at least 2048"),
-        (2048, FP64, {}, "chunked", "the Triton kernels have no fp64"),
-        (0, FP64, {}, "chunked", "the Triton kernels have no fp64"),
+        (2048, FP64, {}, "chunked", "the Triton kernels do not support fp64"),
+        (0, FP64, {}, "chunked", "the Triton kernels do not support fp64"),
         (2048, FP32, {"triton": False}, "chunked", "Triton is not installed"),
         (0, FP32, {"triton": False}, "chunked", "Triton is not installed"),
         (2048, FP32, {"capability": (8, 0)}, "triton", "2048 rows"),
@@ -207,7 +207,7 @@ def test_the_table_is_asked_by_what_the_ranks_share(engine):
         ("cuda", FP32, {"triton": False}, False, "needs the triton package"),
         ("cpu", FP32, {"triton": False, "interprets": True}, False, "needs the triton package"),
         ("cpu", FP32, {}, False, "set TRITON_INTERPRET=1"),
-        ("cpu", FP32, {"interprets": True}, True, "runs one rank a process"),
+        ("cpu", FP32, {"interprets": True}, True, "runs one rank per process"),
     ],
 )
 def test_triton_runs_where_it_can_and_says_why_where_it_cannot(device, dtype, here, threads, error):
@@ -240,7 +240,7 @@ def test_experts_on_a_gpu_take_kernels_or_collectives(kernels, dtype):
         assert routing.choose(group("cuda"), "collective", dtype).engine == "collective"
         assert grouped.choose("auto", operand) == ("triton" if fused else "chunked")
         assert grouped.choose("chunked", operand) == "chunked"
-        with pytest.raises(ValueError, match=r"engine 'chunked' of a mixture of experts.*CPU only"):
+        with pytest.raises(ValueError, match=r"engine 'chunked' moves tokens to experts on CPU only"):
             routing.choose(group("cuda"), "chunked", dtype)
 
 

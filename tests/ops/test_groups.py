@@ -94,7 +94,7 @@ def of_weights_that_lie_elsewhere(group) -> None:
     ]
     for call in refused:
         with pytest.raises(
-            ValueError, match=r"a weight or bias of shape \(8, 8\) lies as .*; wanted Shard\([01]\) over"
+            ValueError, match=r"a weight or bias of shape \(8, 8\) has placements .*; wanted Shard\([01]\) over"
         ):
             call()
     for on, before in ((tp, ()), (mesh, (Replicate(),))):  # replicas over other ranks are this rank's part too

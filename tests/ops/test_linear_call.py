@@ -199,7 +199,7 @@ def misread(group: Any) -> None:
     """Operands that were right are wrong as other arguments, or beside an activation that there is not."""
     x, a, b = torch.ones(3, 4), torch.ones(5, 4), torch.ones(5, 4)
     fusedtp.all_gather_matmul(x, [a, b], group, biases=[None, None])
-    with pytest.raises(ValueError, match="1 weights, 3 biases"):
+    with pytest.raises(ValueError, match="got 1 weights and 3 biases"):
         fusedtp.all_gather_matmul(x, [a], group, biases=[b, None, None])
     fusedtp.all_gather_gated_matmul(x, [a, b], group)
     with pytest.raises(ValueError, match="act is 'relu'"):
@@ -240,7 +240,7 @@ def refused(group: Any, weights: Any, good: Any) -> str:
     return heard
 
 
-@pytest.mark.parametrize(("wrong", "said"), [(None, "not iterable"), ([None, None], "are tensors, not NoneType")])
+@pytest.mark.parametrize(("wrong", "said"), [(None, "not iterable"), ([None, None], "must be tensors, not NoneType")])
 def test_peers_hear_of_operands_that_are_no_tensors(wrong, said):
     good = [torch.ones(5, 4)] * 2
     mine, of_peer = world(W).run(refused, PerRank([wrong, good]), good)

@@ -139,7 +139,7 @@ def asked(device: str, dtype: torch.dtype = torch.bfloat16, **about) -> str:
 
 def test_gpus_need_a_switch_that_sums_and_ranks_that_share_one_do_not():
     with machine():
-        with pytest.raises(ValueError, match=r"engine 'multimem' needs .*NVSwitch that sums.*use 'triton'"):
+        with pytest.raises(ValueError, match=r"engine 'multimem' needs .*NVSwitch with NVLink SHARP.*use 'triton'"):
             asked("cuda", switch=False)
         assert asked("cuda") == asked("cuda", threads=True, switch=False) == "multimem"
         assert routing.choose(group("cuda"), "multimem", torch.bfloat16).engine == "triton"

@@ -193,7 +193,7 @@ def test_without_a_table_the_default_is_taken_and_said_once(empty: Path, monkeyp
 def test_a_folder_that_is_none_is_told(tmp_path: Path):
     with (
         tables_in(tmp_path / "nowhere"),
-        pytest.warns(UserWarning, match=r"FUSEDTP_TABLES is '.*nowhere', which is no folder"),
+        pytest.warns(UserWarning, match=r"FUSEDTP_TABLES is '.*nowhere', which is not a folder"),
     ):
         assert tuned.lookup("matmul", H200, FLOAT, **MATMUL) == {}
 
@@ -213,7 +213,7 @@ BAD = {
     "an unknown dtype": (entry("matmul", TILE, "int4", **MATMUL), "field 'dtype' is 'int4'"),
     "a class without K": (entry("matmul", TILE, rows=64, cols=64, even=1), "field 'class' must give rows, cols, k"),
     "a class that is no class": (entry("matmul", TILE, **MATMUL | {"k": 60}), "class.k must be a power of two"),
-    "an unknown field": (entry("matmul", TILE | {"clusters": 2}, **MATMUL), "config.clusters is no field"),
+    "an unknown field": (entry("matmul", TILE | {"clusters": 2}, **MATMUL), "config.clusters is not a field"),
     "a tile of 48": (entry("matmul", TILE | {"block_m": 48}, **MATMUL), "config.block_m must be a power of two"),
     "a tile of 1024": (entry("matmul", TILE | {"block_n": 1024}, **MATMUL), "config.block_n must be a whole"),
     "half a warp": (entry("matmul", TILE | {"num_warps": 0.5}, **MATMUL), "config.num_warps must be a whole"),
@@ -221,7 +221,7 @@ BAD = {
     "no tile": (entry("matmul", {"block_m": 64}, **MATMUL), "config.block_n is missing"),
     "more shared memory than there is": (
         entry("matmul", TILE | {"block_m": 256, "block_n": 256, "block_k": 128}, **MATMUL),
-        "num_stages 3 keeps 524288 bytes of shared memory, of 232448",
+        "num_stages 3 needs 524288 bytes of shared memory; there are 232448",
     ),
     "more registers than there are": (
         entry("matmul", TILE | {"num_warps": 16, "max_registers": 255}, **MATMUL),
@@ -231,8 +231,8 @@ BAD = {
     "warps of their own for no TMA": (
         entry("matmul", TILE | {"specialized": 1}, "bfloat16", **MATMUL), "config.specialized needs tma and sm_100",
     ),
-    "parts of K": (entry("matmul", TILE | {"splits": 2}, **MATMUL), "config.splits is no field"),
-    "a chunk for a kernel without": (entry("matmul", TILE | {"chunk": 2}, **MATMUL), "config.chunk is no field"),
+    "parts of K": (entry("matmul", TILE | {"splits": 2}, **MATMUL), "config.splits is not a field"),
+    "a chunk for a kernel without": (entry("matmul", TILE | {"chunk": 2}, **MATMUL), "config.chunk is not a field"),
 }  # fmt: skip
 
 
@@ -244,7 +244,7 @@ def test_one_bad_entry_puts_the_table_aside(what: str, empty: Path):
     path = write_configurations(empty, [good, bad] if bad else [good], "nvidia-h200" if bad else "nvidia-a100")
     with pytest.warns(UserWarning) as seen:
         assert tuned.lookup("matmul", H200, FLOAT, **MATMUL) == {}
-    messages = [str(each.message) for each in seen if "is not used" in str(each.message)]
+    messages = [str(each.message) for each in seen if "is ignored" in str(each.message)]
     assert len(messages) == 1 and str(path) in messages[0] and told in messages[0], messages
     assert tuned.digest(H200) == 0
 
@@ -258,13 +258,13 @@ def rewritten(path: Path, digest: bool, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"format": 3}, "field 'format' is 3, which is newer than this version of fusedtp reads"),
-        ({"format": 0}, "field 'format' is 0, which is not known"),
+        ({"format": 3}, "field 'format' is 3, newer than this version of fusedtp, which reads"),
+        ({"format": 0}, "field 'format' is 0, unknown to this version"),
         ({"format": None}, "field 'format' is missing"),
         ({"more": 1}, "fields are missing or unknown: 'more'"),
-        ({"format": 1}, "field 'format' is 1, which is not known"),
+        ({"format": 1}, "field 'format' is 1, unknown to this version"),
         ({"tables": []}, "field 'tables' is not an object"),
-        ({"tables": {"x": []}}, "table 'x' has not the fields measured, entries"),
+        ({"tables": {"x": []}}, "table 'x' must have exactly the fields measured, entries"),
         ({"tables": {"x": {"measured": {}, "entries": {}}}}, "field 'entries' of table 'x' is not a list"),
         ({"tables": {"x": {"measured": {}, "entries": [1]}}}, "field 'entries' of table 'x' is not a list"),
     ],
@@ -279,14 +279,14 @@ def test_an_edited_table_is_put_aside(empty: Path):
     path = write_configurations(empty, [entry("matmul", TILE, **MATMUL)])
     edited = [entry("matmul", TILE | {"num_stages": 2}, **MATMUL)]
     rewritten(path, False, tables={tuned.table_name(): {"measured": {}, "entries": edited}})
-    with pytest.warns(UserWarning, match="field 'digest' is not that of the content"):
+    with pytest.warns(UserWarning, match="field 'digest' does not match the content"):
         assert tuned.lookup("matmul", H200, FLOAT, **MATMUL) == {}
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"null", b"[" * 100_000, b"\xff\xfe", b'{"format": ' + b"9" * 5000 + b"}"])
 def test_what_is_no_json_is_put_aside(data: bytes, empty: Path):
     (empty / FILE).write_bytes(data)
-    with pytest.warns(UserWarning, match=r"nvidia-h200.*is not used"):
+    with pytest.warns(UserWarning, match=r"nvidia-h200.*is ignored"):
         assert tuned.lookup("matmul", H200, FLOAT, **MATMUL) == {}
 
 
@@ -309,7 +309,7 @@ def test_damage_gives_the_default_or_changes_nothing(tmp_path_factory, data):
     if found:
         assert found == TILE and json.loads(path.read_bytes()) == before
     else:
-        assert sum("is not used" in str(each.message) for each in seen) == 1
+        assert sum("is ignored" in str(each.message) for each in seen) == 1
 
 
 def both_found() -> tuple[str, bool]:

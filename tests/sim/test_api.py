@@ -146,7 +146,7 @@ def test_hypothesis_shrinks_schedules():
 
 
 def test_interpreted_kernels_are_refused_with_what_to_do():
-    words = "'kernel' was decorated to be interpreted; .* unset TRITON_INTERPRET before triton is imported"
+    words = "'kernel' was decorated for Triton's interpreter, .* unset TRITON_INTERPRET before triton is imported"
     with pytest.raises(UnsupportedKernel, match=words):
         run_schedule(Run([[Launch(InterpretedFunction(kernel), 1, {})]]), Schedule())
 

@@ -95,7 +95,7 @@ def test_exhaust_says_that_its_limit_left_schedules_out(file, capsys):
     words = (f"{file}::case_right", "--exhaust", 1, "--resident", "all", "--weak", "no", "--world-size", 2)
     code, out, _ = check(capsys, *words, "--schedules", 3)
     assert code == 2 and row(out, "case_right")[-1] == "not all"
-    assert re.search(r"at least \d+ more schedules are left: stopped at the limit, which --schedules sets", out)
+    assert re.search(r"stopped at the limit of --schedules; at least \d+ more schedules are left", out)
     code, out, _ = check(capsys, *words)
     assert code == 0 and row(out, "case_right")[-1] == "ok"
 
@@ -133,7 +133,7 @@ def test_workers_compile_though_the_caller_interprets(file, capsys, monkeypatch)
         (["--target", "sm_70"], "--target 'sm_70' must be one of sm_80, sm_90"),
         (["--timeline", "/no/such/folder/x.html"], "no such folder"),
         (["--timeline", "."], "--timeline . is a folder; name a file"),
-        (["--exhaust", "1", "--seconds", "5"], "--seconds is no limit of --exhaust; --schedules is"),
+        (["--exhaust", "1", "--seconds", "5"], "--seconds does not limit --exhaust; use --schedules"),
     ],
 )
 def test_wrong_options_are_said_in_one_line_before_anything_starts(words, said, capsys):

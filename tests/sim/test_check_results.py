@@ -117,14 +117,14 @@ def test_a_case_that_ends_its_process_while_it_is_built_takes_no_other_with_it(
         "first": "ok", "dies": "raised", "interrupts": "raised", "last": "ok",
     }  # fmt: skip
     assert code == made["exit_code"] == CRASHED
-    assert by_name["dies"]["words"] == f"{file}::case_dies: its process died while it was built\n"
+    assert by_name["dies"]["words"] == f"{file}::case_dies: the process died while building it\n"
     assert "in case_interrupts" in by_name["interrupts"]["words"]
 
 
 def test_a_case_that_is_never_built_ends_with_its_time(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(file).write_text("def case_spins():\n    while True:\n        pass\n")
     assert main([f"{file}::case_spins", "--seconds", "1", "--workers", "1"]) == REFUSED
-    said = f"the time was over while it was built, at {file}:"
+    said = f"out of time while building it, at {file}:"
     assert said in capsys.readouterr().err
 
 

@@ -212,7 +212,9 @@ def test_launches_are_ordered_on_one_stream_only():
 def test_the_cause_of_a_race_of_two_launches_is_not_in_one_program():
     """Both accesses are by program 0 of the same kernel."""
     fault = found("launches_run", second="other", n=1)
-    assert fault.rule == "read-write race" and fault.cause.startswith("two launches on different streams do it")
+    assert fault.rule == "read-write race" and fault.cause.startswith(
+        "the accesses are in launches on different streams"
+    )
 
 
 def test_a_lock_of_device_scope_does_not_hold_across_devices():

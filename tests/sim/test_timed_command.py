@@ -77,8 +77,8 @@ def test_a_damaged_machine_lists_all_its_faults() -> None:
     with pytest.raises(ValueError) as caught:
         read_node("mine", json.dumps(entries))
     for words in (
-        "sms has no source", "l2_bytes is missing", "link_bandwidth is not positive", "colour is not known",
-        "collectives says start, bandwidth of a ring", "flops names no numbers", "memory_latency is not positive",
+        "sms has no source", "l2_bytes is missing", "link_bandwidth is not positive", "colour is unknown",
+        "collectives gives start, bandwidth of a ring", "flops gives no numbers", "memory_latency is not positive",
     ):  # fmt: skip
         assert words in str(caught.value)
 

@@ -204,7 +204,7 @@ def test_a_name_holds_no_folder_and_no_order_and_can_be_waived(rule, ends, folde
 def test_what_is_no_finding_or_cannot_be_gone_past_is_refused_with_why():
     for rule in RULES:
         if rule not in WAIVABLE:
-            with pytest.raises(ValueError, match=f"'{rule} x.py:3' cannot be waived: no run goes on past it"):
+            with pytest.raises(ValueError, match=f"'{rule} x.py:3' cannot be waived: no run can continue past it"):
                 Schedule(waive=(f"{rule} x.py:3",))
     for name in ("race x.py:3", "read-write race", "scoped x.py:3", ""):
         with pytest.raises(ValueError, match="must be a rule and its lines, in quotes"):
@@ -260,7 +260,7 @@ def test_exhaust_takes_waivers_and_its_command_repeats_them(capsys):
     assert f"--exhaust 0 --target sm_90 --waive {shlex.quote(FIRST)}\n" in out
 
 
-@pytest.mark.parametrize(("name", "said"), [("deadlock x.py:3", "no run goes on"), ("race x.py:3", "in quotes")])
+@pytest.mark.parametrize(("name", "said"), [("deadlock x.py:3", "no run can continue"), ("race x.py:3", "in quotes")])
 def test_a_waiver_that_cannot_be_ends_the_command_with_two(name, said, capsys):
     code, out, err = check(capsys, name)
     assert code == 2 and out == "" and len(err.splitlines()) == 1

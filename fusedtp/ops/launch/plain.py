@@ -141,7 +141,7 @@ def _check_fp8(
     if x.dtype not in FP8 or weight.dtype not in FP8:
         raise ValueError(f"got x {x.dtype} and weight {weight.dtype}: both must be one of {FP8}")
     if dtype not in DTYPES:
-        raise ValueError(f"got dtype {dtype} for the result: there are {', '.join(map(str, DTYPES))}")
+        raise ValueError(f"got dtype {dtype} for the result: it must be one of {', '.join(map(str, DTYPES))}")
     if x.dim() != 2 or weight.dim() != 2 or weight.shape[1] != x.shape[1]:
         raise ValueError(f"got x {tuple(x.shape)} and weight {tuple(weight.shape)}, wanted [M, K] and [N, K]")
     for name, scale, count in (("x_scale", x_scale, len(x)), ("w_scale", w_scale, len(weight))):
@@ -152,11 +152,11 @@ def _check_fp8(
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != dtype):
         raise ValueError(f"got bias {tuple(bias.shape)} {bias.dtype}, wanted {tuple(weight.shape[:1])} of {dtype}")
     if any(t is not None and t.device != x.device for t in (weight, x_scale, w_scale, bias)):
-        raise ValueError(f"got tensors on other devices than x's {x.device}")
+        raise ValueError(f"got tensors on several devices: all must be on x's device, {x.device}")
     require_triton(x.device)
     for each in (x, weight):
         if not multiplies(each.dtype, x.device):
-            raise ValueError(f"got {each.dtype}, which {x.device} does not multiply: widen it to bfloat16")
+            raise ValueError(f"{x.device} cannot multiply {each.dtype}: convert it to bfloat16")
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:

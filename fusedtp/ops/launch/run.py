@@ -40,8 +40,8 @@ def check(
     check_tensors(x, others, rows, dtypes)
     if view.epoch.device != x.device:
         raise ValueError(
-            f"x is on {x.device}, and the group's memory is on {view.epoch.device}, the current device when the group "
-            "was first used: call torch.cuda.set_device before"
+            f"x is on {x.device}, but the group's memory is on {view.epoch.device}, the current device when the group "
+            "was first used: call torch.cuda.set_device before that"
         )
     assert view.slot_bytes % 16 == 0 and nbytes <= view.slot_bytes, (nbytes, view.slot_bytes)
 
@@ -58,7 +58,7 @@ def check_tensors(
         raise ValueError(f"the kernels compute in {', '.join(map(str, dtypes))}, not in {x.dtype}")
     for other in others:
         if other is not None and (other.dtype != x.dtype or other.device != x.device):
-            raise ValueError(f"got {other.dtype} on {other.device} beside {x.dtype} on {x.device}: one is wanted")
+            raise ValueError(f"got {other.dtype} on {other.device} and {x.dtype} on {x.device}: they must match")
 
 
 def require_triton(device: torch.device) -> None:

@@ -88,10 +88,10 @@ def key_of(entry: dict[str, Any]) -> tuple[str, str, tuple[int, ...]]:
 def faults(entry: dict[str, Any], machine: Machine) -> Faults:
     """The faults of one entry {"kernel", "dtype", "class", "config"} in a table for this kind of machine."""
     if not (isinstance(entry.get("kernel"), str) and entry["kernel"] in KERNELS):
-        return [f"field 'kernel' is {entry.get('kernel')!r}; known are {', '.join(KERNELS)}"]
+        return [f"field 'kernel' is {entry.get('kernel')!r}; it must be one of {', '.join(KERNELS)}"]
     kernel, found = KERNELS[entry["kernel"]], []
     if entry.get("dtype") not in DTYPES:
-        found.append(f"field 'dtype' is {entry.get('dtype')!r}; known are {', '.join(DTYPES)}")
+        found.append(f"field 'dtype' is {entry.get('dtype')!r}; it must be one of {', '.join(DTYPES)}")
     odd = set(entry) - {"kernel", "dtype", "class", "config", "seconds", "default_seconds", "shapes"}
     found += [f"unknown field {name!r}" for name in sorted(odd)]
     at = entry.get("class")
@@ -112,7 +112,7 @@ def faults(entry: dict[str, Any], machine: Machine) -> Faults:
 
 def config_faults(kernel: Kernel, values: Mapping[str, Any], dtype: str, machine: Machine) -> Faults:
     """Reasons why a kernel cannot run with these values on this machine. Bytes and registers are lower bounds."""
-    found = [f"{name} is no field of this kernel" for name in values if name not in kernel.sets]
+    found = [f"{name} is not a field of this kernel" for name in values if name not in kernel.sets]
     found += [f"{name} is missing" for name in NEEDED if name in kernel.sets and name not in values]
     for name in kernel.sets:
         wrong = wrong_number(values[name], *LIMITS[name]) if name in values else ""
@@ -124,15 +124,17 @@ def config_faults(kernel: Kernel, values: Mapping[str, Any], dtype: str, machine
     shared = max(1, values["num_stages"] - 1) * (m + n) * k * width
     if shared > machine.shared_bytes:
         stages, most = values["num_stages"], machine.shared_bytes
-        found.append(f"num_stages {stages} keeps {shared} bytes of shared memory, of {most}")
+        found.append(f"num_stages {stages} needs {shared} bytes of shared memory; there are {most}")
     lanes = 32 * values["num_warps"]
     registers = values.get("max_registers", 0)
     if machine.clock == "cuda" and lanes * max(registers, m * n // lanes) > REGISTERS:
-        found.append(f"max_registers {registers}: {lanes} threads with a tile of {m} x {n} have {REGISTERS} registers")
+        found.append(
+            f"max_registers {registers}: {lanes} threads with a tile of {m} x {n} need more than {REGISTERS} registers"
+        )
     if machine.clock != "cuda" and registers:
-        found.append(f"max_registers {registers} is an option of CUDA only")
+        found.append(f"max_registers {registers} is supported on CUDA only")
     if machine.clock == "cuda" and 0 < registers < 32:
-        found.append(f"max_registers {registers} is too few to run")
+        found.append(f"max_registers {registers} is too few; it must be at least 32")
     return [*found, *_switch_faults(values, dtype, machine)]
 
 
@@ -140,12 +142,12 @@ def _switch_faults(values: Mapping[str, Any], dtype: str, machine: Machine) -> F
     """Switches that are on but unsupported by this machine or dtype."""
     found = []
     if values.get("tma") and (machine.capability < 90 or dtype == "float32"):
-        found.append(f"tma needs sm_90 or later and 16 bits; this is sm_{machine.capability}, {dtype}")
+        found.append(f"tma needs sm_90 or later and a 16-bit dtype; this is sm_{machine.capability}, {dtype}")
     if values.get("specialized"):
         if not values.get("tma") or machine.capability // 10 != 10:
             found.append("specialized needs tma and sm_100: see Note [Warp specialisation] in kernels/matmul.py")
         if values.get("max_registers"):
-            found.append("max_registers is a limit of all warps alike, which those of specialized are not")
+            found.append("max_registers limits all warps alike, so it cannot be combined with specialized")
     return found
 
 
@@ -224,7 +226,7 @@ def _lookup(kernel: str, machine: Machine, dtype: torch.dtype, **extents: int) -
     if table is not None:
         where = str(table.path) if found else f"default: {table.path} has no such entry"
     else:
-        where = f"default: no good table {table_name()!r} in {measured.file_of(machine.name)}"
+        where = f"default: no valid table {table_name()!r} in {measured.file_of(machine.name)}"
     _miss(machine, found, where, key)
     _seen[key] = where
     return found
@@ -236,8 +238,8 @@ def _miss(machine: Machine, found: Mapping[str, int], where: str, key: tuple[str
         return
     _told.append(where)
     say(
-        f"kernels run in their default configuration where none was tuned; the first is {described(*key)}: {where} "
-        "(fusedtp.ops.launch.tuned.report() lists all; `fusedtp bench tune` measures)"
+        f"kernels run in their default configuration, not a tuned one; the first is {described(*key)}: {where} "
+        "(fusedtp.ops.launch.tuned.report() lists all; `fusedtp bench tune` tunes them)"
     )
 
 

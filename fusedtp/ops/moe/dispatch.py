@@ -191,7 +191,7 @@ def moe_dispatch_gated(
     at = place_of(group, x)
     with propagate_errors(at):
         if act not in ACTIVATIONS:
-            raise ValueError(f"got act {act!r}: there are {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"rank {at.rank}: act is {act!r}; it must be one of {', '.join(ACTIVATIONS)}")
     return _with_matmul(x, expert_ids, weights, [gate, up], act, num_experts, group, options)
 
 

@@ -35,9 +35,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def fault(comm_dtype: str, dtype: torch.dtype) -> str | None:
     """An error message if rows of this dtype cannot travel in this format."""
     if comm_dtype not in COMM_DTYPES:
-        return f"comm_dtype is {comm_dtype!r}, must be one of {', '.join(map(repr, COMM_DTYPES))}"
+        return f"comm_dtype is {comm_dtype!r}; it must be one of {', '.join(map(repr, COMM_DTYPES))}"
     if comm_dtype and dtype not in DTYPES:
-        return f"comm_dtype={comm_dtype!r} is for {', '.join(map(str, DTYPES))}, not for {dtype}"
+        return f"comm_dtype={comm_dtype!r} supports {', '.join(map(str, DTYPES))}, not {dtype}"
     return None
 
 

@@ -136,7 +136,7 @@ def grouped_gated(
     Raises ValueError as grouped_matmul does. Source: Shazeer 2020, "GLU variants".
     """
     if act not in ACTIVATIONS:
-        raise ValueError(f"got act {act!r}: there are {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"act is {act!r}; it must be one of {', '.join(ACTIVATIONS)}")
     main_grads = main_grads_of([gate, up])
     rows, gate, up = as_autocast(rows.device.type, rows, gate, up)
     check_grouped(rows, offsets, gate=gate, up=up)
@@ -241,12 +241,12 @@ def check_grouped(rows: Tensor, offsets: Tensor, **weights: Tensor) -> None:
         if offsets.dtype != torch.int32 or offsets.shape != (w.shape[0] + 1,) or not w.shape[0]:
             raise ValueError(
                 f"got offsets {tuple(offsets.shape)} of {offsets.dtype} for {name} {tuple(w.shape)}, wanted [E + 1] of "
-                "int32 for one expert or more"
+                "int32 and at least one expert"
             )
     (first, one), *others = weights.items()
     for name, w in others:
         if w.shape != one.shape:
-            raise ValueError(f"got {first} {tuple(one.shape)} and {name} {tuple(w.shape)}")
+            raise ValueError(f"got {first} {tuple(one.shape)} and {name} {tuple(w.shape)}: they must match")
     if not rows.dtype.is_floating_point:
         raise ValueError(f"rows are {rows.dtype}; the operations take floating-point tensors")
     if offsets.device != rows.device:
@@ -266,13 +266,13 @@ def _check_offsets(offsets: Tensor, rows: int) -> None:
         return
     before, values = 0, offsets.tolist()
     if values[0] != 0:
-        raise ValueError(f"offsets[0] is {values[0]}; the rows of expert 0 begin at 0")
+        raise ValueError(f"offsets[0] is {values[0]}; it must be 0")
     for e, value in enumerate(values):
         if value < before:
             raise ValueError(f"offsets[{e}] is {value}, less than offsets[{e - 1}], {before}")
         before = value
     if before > rows:
-        raise ValueError(f"offsets[{len(values) - 1}] is {before}, and there are {rows} rows")
+        raise ValueError(f"offsets[{len(values) - 1}] is {before}, but there are only {rows} rows")
 
 
 def choose(engine: str, x: Tensor) -> str:
@@ -524,9 +524,8 @@ def _check_vendor(x: Tensor, n: int, k: int) -> None:
     """Raises ValueError for operands that grouped_mm does not support."""
     if x.dtype != torch.bfloat16 or n % ALIGNED or k % ALIGNED:
         raise ValueError(
-            f"engine 'chunked' on a GPU is torch's grouped_mm, which takes bfloat16 and N and K that are multiples of "
-            f"{ALIGNED}, not {x.dtype} with N {n} and K {k}. A loop over experts would wait for the GPU to learn the "
-            f"offsets: use 'triton', or tensors on the CPU"
+            f"engine 'chunked' on a GPU uses torch's grouped_mm, which takes bfloat16 and multiples of {ALIGNED} for N "
+            f"and K, not {x.dtype} with N {n} and K {k}: use 'triton', or CPU tensors"
         )
 
 

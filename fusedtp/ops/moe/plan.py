@@ -178,14 +178,16 @@ def make_plan(
     check_choices(x, expert_ids, weights, num_experts, at)
     who = f"rank {at.rank}: "
     if num_experts < 1 or num_experts % at.world_size:
-        raise ValueError(f"{who}num_experts is {num_experts}, no multiple of the {at.world_size} ranks")
+        raise ValueError(
+            f"{who}num_experts is {num_experts}; it must be a positive multiple of the {at.world_size} ranks"
+        )
     counts = (x.shape[0],) * at.world_size if sizes is None else tuple(int(n) for n in sizes)
     if len(counts) != at.world_size or min(counts) < 0 or counts[at.rank] != x.shape[0]:
         raise ValueError(
-            f"{who}sizes is {list(counts)}; wanted {at.world_size} token counts, {x.shape[0]} of them here"
+            f"{who}sizes is {list(counts)}; wanted {at.world_size} token counts, {x.shape[0]} for this rank"
         )
     if max_rows is not None and max_rows < 0:
-        raise ValueError(f"{who}max_rows is {max_rows}, must not be negative")
+        raise ValueError(f"{who}max_rows is {max_rows}; it must not be negative")
     cannot = fault(comm_dtype, x.dtype) if comm_dtype else None
     if cannot:
         raise ValueError(who + cannot)
@@ -246,13 +248,16 @@ def choose(comm: Communicator, engine: str, dtype: torch.dtype) -> Choice:
         if on_cpu:
             return Choice("chunked", "CPU ranks read their peers' tokens in place")
         if runs_kernels(comm.device) and dtype in KERNEL_DTYPES:
-            return Choice("triton", "kernels read on the device what goes where")
-        return Choice("collective", f"no kernels for {dtype} on this device; the host waits to learn what goes where")
+            return Choice("triton", "kernels read the routing on the device")
+        return Choice("collective", f"no kernels for {dtype} on this device; the host waits for the routing")
     if engine in OF_KERNELS:
         engines.check_triton(comm, dtype, engine)
         engine = "triton"  # only all-reduces have multimem
     elif engine == "chunked" and not on_cpu:
-        raise ValueError("engine 'chunked' of a mixture of experts reads peers' memory on the host: CPU only")
+        raise ValueError(
+            "engine 'chunked' moves tokens to experts on CPU only: the host reads peers' memory; use 'triton' or "
+            "'collective'"
+        )
     return Choice(engine, "asked for")
 
 
@@ -611,12 +616,12 @@ def check_choices(x: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: i
         raise ValueError(f"{who}expert_ids is {expert_ids.dtype}; wanted int32 or int64")
     if weights.shape != expert_ids.shape or not weights.is_floating_point():
         raise ValueError(
-            f"{who}weights is {weights.dtype} {tuple(weights.shape)}; wanted one for each of expert_ids, "
-            f"{tuple(expert_ids.shape)}"
+            f"{who}weights is {weights.dtype} {tuple(weights.shape)}; wanted floating point with the shape of "
+            f"expert_ids, {tuple(expert_ids.shape)}"
         )
     k = expert_ids.shape[1]
     if k > num_experts:
-        raise ValueError(f"{who}{k} choices a token of {num_experts} experts")
+        raise ValueError(f"{who}expert_ids has {k} choices per token, but there are only {num_experts} experts")
     if expert_ids.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_values(expert_ids.detach(), weights.detach(), num_experts, at)
 
@@ -639,7 +644,7 @@ def _check_values(ids: Tensor, weights: Tensor, num_experts: int, at: Place) -> 
     bad = ~weights.isfinite() & (ids >= 0)
     if bad.any():
         t, j = bad.nonzero()[0].tolist()
-        raise ValueError(f"{who}weights[{t}, {j}] is {float(weights[t, j])}")
+        raise ValueError(f"{who}weights[{t}, {j}] is {float(weights[t, j])}; it must be finite")
 
 
 def _check_sums(ids: Tensor, weights: Tensor, wanted: float, at: Place) -> None:
@@ -657,7 +662,7 @@ def check_outputs(y: Tensor, at: Exchange, name: str = "y", width: str = "N") ->
     """Raises ValueError if the number of rows differs from the number dispatched."""
     if y.dim() != 2 or y.shape[0] != at.max_rows:
         raise ValueError(
-            f"rank {at.rank}: {name} has shape {tuple(y.shape)}, wanted [{at.max_rows}, {width}] as it was dispatched"
+            f"rank {at.rank}: {name} has shape {tuple(y.shape)}; wanted [{at.max_rows}, {width}] as dispatched"
         )
 
 

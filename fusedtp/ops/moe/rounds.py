@@ -174,9 +174,9 @@ def _cast_once(experts: Mlp, x: Tensor, comm_dtype: str) -> Mlp:
 def _check_act(at: Place, experts: Mlp) -> None:
     act = experts.act
     if experts.gate is None and not callable(act):
-        raise ValueError(f"rank {at.rank}: got act {act!r} without gate: a function is wanted")
+        raise ValueError(f"rank {at.rank}: act is {act!r}; without gate it must be a function")
     if experts.gate is not None and (callable(act) or act not in ACTIVATIONS):
-        raise ValueError(f"rank {at.rank}: got act {act!r}: there are {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"rank {at.rank}: act is {act!r}; with gate it must be one of {', '.join(ACTIVATIONS)}")
 
 
 def _one_round(x: Tensor, weights: Tensor, compute: Compute | Mlp, plan: RoutingPlan, at: Exchange) -> Tensor:

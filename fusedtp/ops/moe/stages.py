@@ -65,8 +65,8 @@ def moe_in_stages(
     ):  # an error in the first stage also concerns this node's ranks
         if num_experts % (nodes * places):
             raise ValueError(
-                f"node {outer.rank}, place {inner.rank}: num_experts is {num_experts}, no multiple of {nodes} nodes x "
-                f"{places} ranks"
+                f"node {outer.rank}, place {inner.rank}: num_experts is {num_experts}; it must be a multiple of "
+                f"{nodes} nodes x {places} ranks"
             )
         table = _sizes(x, sizes, outer, inner)
         of_place = [row[inner.rank] for row in table]
@@ -103,8 +103,8 @@ def _sizes(x: Tensor, sizes: Sequence[Sequence[int]] | None, outer: Place, inner
     table = [[x.shape[0]] * places] * nodes if sizes is None else [[int(n) for n in row] for row in sizes]
     if [len(row) for row in table] != [places] * nodes or table[outer.rank][inner.rank] != x.shape[0]:
         raise ValueError(
-            f"node {outer.rank}, place {inner.rank}: sizes is {table}; wanted those of {nodes} nodes x {places} ranks, "
-            f"{x.shape[0]} of them here"
+            f"node {outer.rank}, place {inner.rank}: sizes is {table}; wanted token counts of {nodes} nodes x {places} "
+            f"ranks, {x.shape[0]} for this rank"
         )
     return table
 

@@ -223,5 +223,5 @@ def _assert(e: Emitter, i: Instruction) -> list[str] | None:
     """Supports only __assertfail, the call of a failed device_assert: CUDA C++ Programming Guide, "Assertion"."""
     name = next((x.name for x in i.args if isinstance(x, Symbol)), "")
     if name != "__assertfail":
-        raise i.unsupported(f"a call of {name}; replace= gives a device function another body")
+        raise i.unsupported(f"a call of {name}; pass replace= to give a device function another body")
     return [f"S.trap({e.const(i.site)}, {'device_assert: ' + (i.note or 'false')!r})"]

@@ -73,7 +73,7 @@ def typed(i: Instruction) -> str:
     for part in reversed(i.parts):
         if part in TYPES:
             return part
-    raise i.unsupported("no type that it knows")
+    raise i.unsupported("no known type")
 
 
 class Emitter:

@@ -15,8 +15,8 @@ import numpy as np
 from .clocks import GENERIC, Known, Source
 from .shadow import Event, Operation, Word, program_name
 
-NO_BARRIER = "no barrier stands between what these threads of one program do"
-NO_EVENT = "two launches on different streams do it, and no Signal with its fence and Await lead from one to the other"
+NO_BARRIER = "no barrier separates these accesses by threads of one program"
+NO_EVENT = "the accesses are in launches on different streams, and no fenced Signal and Await order them"
 
 
 class Signal(NamedTuple):
@@ -47,12 +47,12 @@ def cause(
     carrying = _carrying(word, by, tick)
     if not carrying:
         if _orders(sent, "release"):
-            return f"{sent} releases what its own thread did, and no barrier came before it that both threads reached"
+            return f"{sent} releases its own thread's accesses only: no barrier before it joins both threads"
         return f"{sent} does not release what came before it"
     if not any(source.reaches(read.source) for source in carrying):
         return f"the scopes of {sent} and {saw} do not reach each other"
     if (known.ticks(known.now(), np.arange(known.threads), np.full(known.threads, by), GENERIC) >= tick).any():
-        return f"{saw} acquires it for its own thread, and no barrier lets the others know"
+        return f"{saw} acquires for its own thread only: no barrier after it joins the others"
     if not _orders(saw, "acquire"):
         return f"{saw} does not acquire what it saw"
     return f"{saw} did not see what {sent} wrote"
@@ -67,7 +67,7 @@ def _broken(words: Collection[Word], events: list[Event], first: int, by: int, t
     for one in _signals(words, events, before.where, first):
         if one.saw.where in (before.where, second.where) or one.saw.what.startswith("atomic"):
             continue
-        way = f"a signal goes by way of {program_name(one.saw.where)}, but"
+        way = f"a signal goes through {program_name(one.saw.where)}, but"
         for two in _signals(words, events, one.saw.where, one.read.event):
             if two.saw.where != second.where:
                 continue

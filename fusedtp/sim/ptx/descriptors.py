@@ -70,9 +70,9 @@ def of_bytes(words: Array) -> TensorMap:
     said = words.reshape(-1).view(FIELDS)[0]
     element, dims = int(said["elemtype"]), int(said["rank"]) + 1
     if not element < len(ELEMENTS) or said["interleave_layout"] or said["fill_mode"]:
-        raise UnsupportedPtx("a tensor descriptor of fp4, interleaved, or padded with NaN")
+        raise UnsupportedPtx("unsupported tensor descriptor: fp4, interleaved, or padded with NaN")
     if dims > 5 or int(said["swizzle_mode"]) > 3 or (said["element_stride"][:dims] != 1).any():
-        raise UnsupportedPtx("a tensor descriptor whose dimensions, steps or swizzling are not set")
+        raise UnsupportedPtx("unsupported tensor descriptor: its dimensions, steps or swizzling are invalid")
     kind = ELEMENTS[element]
     inner_first = [int(n) // size_of(kind) for n in said["global_stride"][: dims - 1]]
     shape, box = (tuple(int(n) for n in said[field][:dims][::-1]) for field in ("global_dim", "box_dim"))

@@ -35,7 +35,7 @@ class Compiler:
 
     def __init__(self, target: str, edit: Edit | None = None) -> None:
         if target not in TARGETS:
-            raise ValueError(f"the PTX machine runs {', '.join(TARGETS)}, not {target!r}")
+            raise ValueError(f"target is {target!r}; it must be one of {', '.join(TARGETS)}")
         self.target, self.edit = target, edit
         self._made: dict[Any, tuple[str, int, list, int]] = {}
 
@@ -50,14 +50,14 @@ class Compiler:
 
         if hasattr(triton.language.zeros, "rewrite"):  # an InterpretedFunction
             raise UnsupportedKernel(
-                "triton's own functions were made to be interpreted: unset TRITON_INTERPRET before triton is imported"
+                "triton was imported to interpret kernels: unset TRITON_INTERPRET before triton is imported"
             )
         chosen = target_named(self.target)
         gpu = GPUTarget(chosen.backend, chosen.arch, chosen.wave)
         if launch.options.get("num_ctas", 1) > 1:
-            raise UnsupportedPtx(f"{launch.name} has clusters of programs: num_ctas={launch.options['num_ctas']}")
+            raise UnsupportedPtx(f"{launch.name} needs clusters (unsupported): num_ctas={launch.options['num_ctas']}")
         if launch.options.get("launch_pdl"):
-            raise UnsupportedPtx(f"{launch.name} may start before the launch before it has ended: launch_pdl")
+            raise UnsupportedPtx(f"{launch.name} may overlap the previous launch (unsupported): launch_pdl")
         try:
             with environment():
                 source, options = specialised(launch.kernel, launch.args, {**launch.options, **CHECKED}, gpu)
@@ -73,7 +73,7 @@ class Compiler:
         text, shared, described, scratch = self._made[key]
         made, maps = translated(text, shared), iter(described)
         if made.listing.shared > chosen.shared_limit:
-            most = f"a program of {self.target} has {chosen.shared_limit}"
+            most = f"but a program of {self.target} has {chosen.shared_limit}"
             raise UnsupportedKernel(f"{launch.name} needs {made.listing.shared} bytes of shared memory, {most}")
         given = [bits for name, t in source.signature.items() for bits in _flat(t, launch.args.get(name), maps)]
         memory = {}
@@ -139,7 +139,7 @@ OF_DTYPE |= {torch.int32: "s32", torch.int64: "s64"}
 def _tensor_map(descriptor: Any, said: dict[str, Any]) -> TensorMap:
     shape, strides, box = (tuple(map(int, each)) for each in (descriptor.shape, descriptor.strides, said["block_size"]))
     if said.get("fp4_padded") or said.get("is_im2col") or getattr(descriptor, "padding", "zero") == "nan":
-        raise UnsupportedPtx("a tensor descriptor of fp4, of im2col, or padded with NaN")
+        raise UnsupportedPtx("unsupported tensor descriptor: fp4, im2col, or padded with NaN")
     base: Tensor = descriptor.base
     kind = OF_DTYPE.get(base.dtype, f"u{8 * base.element_size()}")
     return TensorMap(base.data_ptr(), shape, strides, box, kind, int(said["swizzle"]))

@@ -43,9 +43,9 @@ WIDEST = 32  # bytes of the widest access
 SCOPE = READONLY + 1
 LACKS = {  # what is missing between two accesses: any order, or only the fence of a proxy
     GENERIC: "are not ordered",
-    ASYNC: "are ordered, but no proxy fence lets an asynchronous copy see the first",
-    ALIAS: "are ordered, but by two addresses, a multicast one and its own, without a fence.proxy.alias between",
-    READONLY: "are ordered, but ld.global.nc reads what stood there when its kernel began",
+    ASYNC: "are ordered, but no proxy fence makes the first visible to an asynchronous copy",
+    ALIAS: "are ordered, but use a multicast and a plain address with no fence.proxy.alias in between",
+    READONLY: "are ordered, but ld.global.nc reads the value from when its kernel began",
     SCOPE: "are not ordered, and their scopes do not reach each other",
 }
 Words = np.ndarray[Any, Any]
@@ -288,7 +288,7 @@ class Window:
                 at = self.line.element(int(self.line.locate(np.array([wrong]), 1)[0][0]))
             except IndexError:
                 at = "memory", (wrong,)
-            said = f"{what} of {nbytes} bytes at {place_of(*at, at[1])}, whose address is no multiple of {nbytes}"
+            said = f"{what} of {nbytes} bytes at {place_of(*at, at[1])}, whose address is not a multiple of {nbytes}"
             raise self.fault("misaligned", said, what, site, *at) from None
         except IndexError as error:
             wrong = int(addresses[error.args[0]])
@@ -591,7 +591,7 @@ class Window:
         fresh = shadow.unwritten[cells]
         if fresh.any():
             access = self.line.access(event, shadow.places(cells[fresh]))
-            said = f"{program_name(self.where)} loads {access.tensor} {list(access.first)}, which nobody wrote"
+            said = f"{program_name(self.where)} loads {access.tensor} {list(access.first)}, which was never written"
             self._end(Fault("never written", said, (access,)))
 
     def _end(self, fault: Fault, why: Callable[[], str] = str) -> None:
@@ -620,7 +620,7 @@ class Window:
         before, numbers = self.line.events[earlier], (earlier, len(self.line.events))
         a, b = (Access(*e.where, e.site, e.what, memory, (place,), (place,), n) for e, n in zip((before, now), numbers))
         both = before.writes and now.writes
-        rule, why = "write-write race" if both else "read-write race", "both are under way" if both else NO_BARRIER
+        rule, why = "write-write race" if both else "read-write race", "both are in flight" if both else NO_BARRIER
         said = f"{program_name(self.where)}: its {a.what} and its {b.what} of {memory} are not ordered"
         self._end(Fault(rule, said, (a, b)), lambda: why)
 

@@ -125,7 +125,7 @@ def parse(text: str, shared: int = 0) -> Listing:
     name, head, body = entry[1], text[entry.end() : begin], _enclosed(text[begin:])
     threads = re.search(r"\.(?:reqntid|maxntid) (\d+)", head)
     if threads is None:
-        raise UnsupportedPtx(f"{name} does not say how many threads a program has")
+        raise UnsupportedPtx(f"{name} has neither .reqntid nor .maxntid: threads per program are unknown")
     declared = re.findall(r"\.param .*?\.[a-z](\d+)\s.*?(\w+_param_\d+)(?:\[(\d+)\])?", head)
     parameters = {each: int(bits) // 8 * int(count or 1) for bits, each, count in declared}
     reader = _Reader(name, dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.M)), shared)
@@ -301,11 +301,11 @@ class _Reader:
             negated = word[1] == "!"
             found = self.names.get(word.lstrip("@!"))
             if not isinstance(found, Reg):
-                raise UnsupportedPtx(f"`{text}`: no predicate {word}, at {self.site}")
+                raise UnsupportedPtx(f"`{text}`: unknown predicate {word}, at {self.site}")
             guard = found
         matched = re.match(r"([a-z][\w.:]*)\s*(.*)", statement, re.S)
         if matched is None:
-            raise UnsupportedPtx(f"`{text}` is no instruction, at {self.site}")
+            raise UnsupportedPtx(f"`{text}` is not an instruction, at {self.site}")
         made = Instruction(matched[1], (), self.site, " ".join(text.split()), guard, negated)
         return replace(made, args=tuple(self._operand(each, made) for each in _split(matched[2])))
 

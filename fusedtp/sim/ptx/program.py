@@ -138,7 +138,7 @@ class Lanes:
     def _arrive(self, group: Group, end: Instruction) -> None:
         """A group arrives at a barrier; registers may hold its number and thread count. bar.arrive does not wait."""
         if end.guard is not None or end.has("red", "cluster"):
-            raise end.unsupported("guarded, a reduction, or of a cluster")
+            raise end.unsupported("a barrier that is guarded, reduces, or is for a cluster")
         group.at += 1
         values = [int(x.text, 0) if isinstance(x, Imm) else self._uniform(end, x) for x in end.args]
         number, expected = values[0], values[1] if len(values) > 1 else self.program.threads
@@ -159,7 +159,7 @@ class Lanes:
         if mask is not True:
             by_warp = mask.reshape(-1, 32)
             if (by_warp.any(1) != by_warp.all(1)).any():
-                raise UnsupportedPtx(f"{what} by a part of a warp, at {site}")
+                raise UnsupportedPtx(f"the PTX machine does not know {what} in a diverged warp, at {site}")
 
     def chosen(self, mask: Any) -> Array:
         """The indices of the active lanes."""
@@ -217,7 +217,7 @@ class Lanes:
         for lane in self.chosen(mask).tolist():
             number = int(at[lane]) - PARAMETERS
             if not 0 <= number < len(names):
-                raise UnsupportedPtx(f"a part of a parameter by its address, at {self.program.site}")
+                raise UnsupportedPtx(f"a parameter is read in part, by address, at {self.program.site}")
             found[lane] = self.parameter(names[number], 0, dtype)
         return found
 
@@ -255,7 +255,7 @@ class Lanes:
             high = at >> 56
             kinds = {LOCAL >> 56: LOCALLY, CONSTANTS >> 56: CONSTANT}
             if np.isin(high, [*kinds]).any() and (high != high[0]).any():
-                raise UnsupportedPtx(f"generic addresses of several kinds of memory at once, at {site}")
+                raise UnsupportedPtx(f"one access has generic addresses of several kinds of memory, at {site}")
             memory = kinds.get(int(high[0]), "")
         return memory, at & 0xFFFFFFFF if memory in (LOCALLY, CONSTANT) else at
 
@@ -511,9 +511,9 @@ class Program:
         body = [i for at in sorted(seen) for i in self.kernel.bodies[at]]
         loads = [i for i in body if i.root == "ld" and not is_shared(i) and not i.has("local", "param")]
         if not loads:
-            return "the loop loads nothing: it is only long, or a plain load that it waits for has been moved out of it"
-        polls = f"the loop loads plainly at {loads[0].site}"
-        return f"{polls}: such a load sees nothing new if the loop waits for it, and may be moved out of the loop"
+            return "the loop has no load: it is just long, or the compiler moved a plain load that it polls out of it"
+        polls = f"the loop has a plain load at {loads[0].site}"
+        return f"{polls}: if it polls, it may never see a new value, and the compiler may move it out of the loop"
 
     def _finish(self) -> None:
         for vector in self.vectors:
@@ -575,10 +575,10 @@ class Program:
         far = bits < 0 or bits + nbytes > size  # a cheap upper bound: no address exceeds the union of all bits
         if far and (int(at.min()) < 0 or int(at.max()) + nbytes > size):
             wrong = int(at.min()) if int(at.min()) < 0 else int(at.max())
-            raise self.window.fault("out of bounds", f"{memory} ends at {size}", what, site, memory, (wrong,))
+            raise self.window.fault("out of bounds", f"{memory} has {size} bytes", what, site, memory, (wrong,))
         if bits & (nbytes - 1):
             wrong = int(at[at & (nbytes - 1) != 0][0])
-            said = f"an access to {memory} of {nbytes} bytes"
+            said = f"an access of {nbytes} bytes to {memory}"
             raise self.window.fault("misaligned", said, what, site, memory, (wrong,))
         return at >> (nbytes.bit_length() - 1)
 
@@ -594,21 +594,21 @@ class Program:
         if 0 <= number < len(self.parameters):
             found = list(self.parameters.values())[number]
             if not isinstance(found, TensorMap):
-                raise UnsupportedPtx(f"a tensor copy by an argument that is no descriptor, at {site}")
+                raise UnsupportedPtx(f"a tensor copy uses an argument that is not a descriptor, at {site}")
             return found
         at = address + np.arange(0, NBYTES, 4)
         words = self.window.load(at, 4, 1, np.full(len(at), thread), "weak", "", site)
         if self.descriptors.get(address) != words.tobytes():
-            said = "a copy goes by a descriptor that threads wrote without a fence.proxy.tensormap between"
+            said = "a copy uses a descriptor that threads wrote, with no fence.proxy.tensormap in between"
             raise self.window.fault("missing proxy fence", said, "tensor copy", site)
         if wrong := misaligned(words):
-            said = f"of a tensor descriptor {wrong} is no multiple of 16"
+            said = f"{wrong} of a tensor descriptor is not a multiple of 16"
             raise self.window.fault("misaligned", said, "tensor copy", site)
         return of_bytes(words)
 
     def barrier_at(self, place: int, site: Site) -> Barrier:
         if place not in self.barriers:
-            raise self.window.fault("assertion", "no mbarrier was made there", "mbarrier", site, SHARED, (place,))
+            raise self.window.fault("assertion", "uninitialized mbarrier", "mbarrier", site, SHARED, (place,))
         return self.barriers[place]
 
     def land_load(self, barrier: int) -> None:

@@ -78,7 +78,7 @@ class SharedShadow:
         for before in (WRITE, READ)[: 1 + kind]:
             if self.lacking(before, cells):
                 did, place = ("read from", "wrote to")[before], int(cells.min()) << self.shift
-                said = f"between this and what threads {did} shared memory there, a fence.proxy.async is missing"
+                said = f"threads {did} shared memory there, with no fence.proxy.async in between"
                 raise self.window.fault("missing proxy fence", said, what, site, SHARED, (place,))
 
     def begin_copy(self, cells: Array, what: str, site: Site) -> None:

@@ -220,7 +220,7 @@ class Products:
     def issue(self, lanes: Lanes, product: Product, mask: Any, site: Site) -> None:
         lanes.whole_warps(mask, "wgmma", site)
         if mask is not True:
-            raise UnsupportedPtx(f"wgmma by some warps of a program in lockstep, at {site}")
+            raise UnsupportedPtx(f"the PTX machine does not know wgmma by only some warps in lockstep, at {site}")
         for cells in product.cells(lanes.program.shadow.shift):
             lanes.program.shadow.touch_async(READ, cells, lanes.ids[:1], "wgmma", site)
         if product.d not in self.sums:

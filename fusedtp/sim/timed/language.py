@@ -104,7 +104,7 @@ class Language(Shapes):
     def _extent(self, what: str, pointer: Tile, mask: Any) -> tuple[int, int, int, int]:
         """(number of elements, rank, first address, last address) of an access; 0 elements: no access."""
         if not pointer.known:
-            raise UnsupportedKernel(f"the address of a {what} depends on data, which a timed run leaves out")
+            raise UnsupportedKernel(f"the address of a {what} depends on data, which a timed run does not compute")
         size = max(1, pointer.dtype.element_ty.primitive_bitwidth // 8)
         shape = pointer.shape
         if not shape and pointer.data is None:
@@ -199,7 +199,7 @@ class Language(Shapes):
         found = re.search(r"multimem\.(ld_reduce|st)\.\S*?v(\d)\.\w*?(16x2|32)\b", asm)
         if found is None:
             if re.search(r"(?<![.\w%])(ld|ldu|st|atom|red|cp|multimem)\.", asm):
-                said = "inline PTX that accesses memory is not known to the timed run"
+                said = "a timed run does not support inline PTX that accesses memory"
                 raise UnsupportedKernel(f"{said}: {asm.strip()!r}")
             shape = np.broadcast_shapes(*(each.shape for each in args if isinstance(each, (Tile, Mask))))
             made = [Tile(shape, t, known=False) for t in (dtype if isinstance(dtype, tuple) else (dtype,))]

@@ -43,7 +43,7 @@ class Mask:
 
     def dense(self) -> np.ndarray:
         if not self.known:
-            raise UnsupportedKernel("a branch depends on floating point data, which a timed run leaves out")
+            raise UnsupportedKernel("a branch depends on floating point data, which a timed run does not compute")
         if self.data is not None:
             return self.data
         assert self.bounds is not None
@@ -75,7 +75,7 @@ class Mask:
 
     def __bool__(self) -> bool:
         if math.prod(self.shape) != 1:
-            raise UnsupportedKernel("a branch on a block of values")
+            raise UnsupportedKernel("a branch on a block of values; the condition must be a scalar")
         return bool(self.dense().item())
 
     def __getitem__(self, index: Any) -> Mask:
@@ -135,7 +135,7 @@ def kept_axes(index: Any, dims: int) -> list[int | None]:
             kept.append(axis)
             axis += 1
         else:
-            raise UnsupportedKernel(f"a block indexed by {i!r}; only None and ':' are")
+            raise UnsupportedKernel(f"a block is indexed by {i!r}; only None and ':' are supported")
     return kept + list(range(axis, dims))
 
 

@@ -68,7 +68,7 @@ def load_node(name: str) -> Node:
         with open(name) as file:
             return read_node(name, file.read())
     if name not in machines():
-        raise ValueError(f"machine {name!r}; known are {', '.join(machines())}, or a path to a .json file")
+        raise ValueError(f"machine is {name!r}; it must be one of {', '.join(machines())}, or a path to a .json file")
     return read_node(name, (resources.files(__package__) / "machines" / f"{name}.json").read_text())
 
 
@@ -80,7 +80,7 @@ def read_node(name: str, text: str) -> Node:
         raise ValueError(f"machine {name}: {error}") from error
     wanted = {f.name for f in fields(Node)} - {"name"}
     faults = [f"{key} is missing" for key in sorted(wanted - entries.keys())]
-    faults += [f"{key} is not known" for key in sorted(entries.keys() - wanted)]
+    faults += [f"{key} is unknown" for key in sorted(entries.keys() - wanted)]
     faults += [f"{key} {fault}" for key in sorted(wanted & entries.keys()) if (fault := _fault(key, entries[key]))]
     if faults:
         raise ValueError(f"machine {name}: {'; '.join(faults)}")
@@ -95,9 +95,9 @@ def _fault(key: str, entry: Any) -> str:
     parts = {"flops": [value], "collectives": list(value.values()) if isinstance(value, dict) else [value]}
     for part in parts.get(key, [{"": value}]):
         if not isinstance(part, dict) or not part:
-            return "names no numbers"
+            return "gives no numbers"
         if key == "collectives" and part.keys() != RING:
-            return f"says {', '.join(part)} of a ring, not {', '.join(sorted(RING))}"
+            return f"gives {', '.join(part)} of a ring; wanted {', '.join(sorted(RING))}"
         if not all(isinstance(number, (int, float)) and number > 0 for number in part.values()):
             return "is not positive"
     return ""

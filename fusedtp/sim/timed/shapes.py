@@ -35,7 +35,7 @@ class Shapes:
         if isinstance(value, self._tl.dtype) or name in PASSED:
             setattr(self, name, value)  # cached: accessed often
             return value
-        raise UnsupportedKernel(f"tl.{name} is not known to the timed run")
+        raise UnsupportedKernel(f"a timed run does not support tl.{name}")
 
     @staticmethod
     def static_range(*bounds: int, **_: Any) -> range:

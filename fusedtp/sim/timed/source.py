@@ -26,7 +26,7 @@ def python_function(kernel: Any) -> FunctionType:
     while not isinstance(seen, FunctionType):
         inner = getattr(seen, "fn", None)
         if inner is None:
-            raise UnsupportedKernel(f"{kernel!r} is no Triton kernel and no function")
+            raise UnsupportedKernel(f"{kernel!r} is neither a Triton kernel nor a function")
         seen = inner
     return seen
 

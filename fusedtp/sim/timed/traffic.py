@@ -85,7 +85,7 @@ class Traffic:
         name = "fp32" if dtype == "tf32" and dtype not in known else dtype
         if name not in known:
             raise UnsupportedKernel(
-                f"machine {self._node.name} says no rate for products in {dtype}; known: {', '.join(known)}"
+                f"machine {self._node.name} has no matmul rate for {dtype}, only for {', '.join(known)}"
             )
         return known[name] / self._node.sms
 

@@ -52,7 +52,7 @@ class Tile:
         """All values, int64. Raises UnsupportedKernel if they depend on data."""
         if not self.known:
             raise UnsupportedKernel(
-                "an address or a branch depends on floating point data, which a timed run leaves out"
+                "an address or a branch depends on floating point data, which a timed run does not compute"
             )
         if self.data is not None:
             return self.data
@@ -75,7 +75,7 @@ class Tile:
 
     def __bool__(self) -> bool:
         if self.size != 1:
-            raise UnsupportedKernel("a branch on a block of values")
+            raise UnsupportedKernel("a branch on a block of values; the condition must be a scalar")
         return bool(self.dense().item())
 
     __index__ = None  # a block is not a number

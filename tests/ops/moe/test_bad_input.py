@@ -49,8 +49,11 @@ ALIKE = {  # every rank gives the same
     "ids below -1": (dict(ids=((0, 1), (1, 2), (-2, 0))), r"rank \d: expert_ids\[2, 0\] is -2"),
     "twice": (dict(ids=((0, 1), (2, 2), (3, 0))), r"rank \d: token 1 chose expert 2 twice: \[2, 2\]"),
     "nan": (dict(weights=float("nan")), r"rank \d: weights\[0, 0\] is nan"),
-    "indivisible": (dict(experts=5), r"rank \d: num_experts is 5, no multiple of the 2 ranks"),
-    "too many choices": (dict(experts=2, ids=((0, 1, -1),) * 3), r"rank \d: 3 choices a token of 2 experts"),
+    "indivisible": (dict(experts=5), r"rank \d: num_experts is 5; it must be a positive multiple of the 2 ranks"),
+    "too many choices": (
+        dict(experts=2, ids=((0, 1, -1),) * 3),
+        r"rank \d: expert_ids has 3 choices per token",
+    ),
     "ids of other tokens": (
         dict(ids=((0, 1),)),
         r"rank \d: expert_ids has shape \(1, 2\); wanted \[3, k >= 1\]",
@@ -104,7 +107,7 @@ def test_a_fault_of_one_rank_fails_its_peer_too():
 def test_outputs_of_another_number_of_rows_are_refused():
     x, ids = torch.ones(3, 4), torch.tensor(GOOD["ids"])
     rows, _, handle = fusedtp.moe_dispatch(x, ids, torch.ones(3, 2), 4, None)
-    with pytest.raises(ValueError, match=r"y has shape \(5, 4\), wanted \[6, N\]"):
+    with pytest.raises(ValueError, match=r"y has shape \(5, 4\); wanted \[6, N\]"):
         fusedtp.moe_combine(rows[:5], handle)
 
 

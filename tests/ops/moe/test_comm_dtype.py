@@ -187,8 +187,8 @@ def test_ranks_of_another_wire_are_told():
 @pytest.mark.parametrize(
     ("comm_dtype", "dtype", "words"),
     [
-        ("fp4", torch.float32, "comm_dtype is 'fp4', must be one of '', 'fp8'"),
-        ("fp8", torch.float64, "comm_dtype='fp8' is for .*, not for torch.float64"),
+        ("fp4", torch.float32, "comm_dtype is 'fp4'; it must be one of '', 'fp8'"),
+        ("fp8", torch.float64, "comm_dtype='fp8' supports .*, not torch.float64"),
     ],
 )
 def test_an_unknown_comm_dtype_is_refused(comm_dtype, dtype, words):

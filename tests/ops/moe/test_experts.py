@@ -200,7 +200,7 @@ def test_the_room_of_a_round_is_what_comes(engine, bound, found, i, want):
 @pytest.mark.parametrize(("gate", "act"), [(True, "tanh"), (True, torch.relu), (False, "silu")])
 def test_activations_that_do_not_fit_are_refused(gate, act):
     x, up, down = torch.ones(2, 3), torch.ones(2, 4, 3), torch.ones(2, 3, 4)
-    with pytest.raises(ValueError, match="rank 0: got act"):
+    with pytest.raises(ValueError, match="rank 0: act is"):
         experts = Mlp(up if gate else None, up, down, act)
         moe_rounds(x, torch.tensor([[0], [1]]), torch.ones(2, 1), 2, None, experts, max_rows=2)
 

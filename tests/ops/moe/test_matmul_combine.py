@@ -256,5 +256,5 @@ def short(group) -> None:
 
 @needs_triton
 def test_rows_of_another_number_are_refused():
-    with pytest.raises(WorldError, match=r"rank \d: h has shape \(11, 4\), wanted \[12, K\] as it was"):
+    with pytest.raises(WorldError, match=r"rank \d: h has shape \(11, 4\); wanted \[12, K\] as dispatched"):
         world(3).run(short)

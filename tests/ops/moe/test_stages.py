@@ -138,9 +138,9 @@ def refused(group, between: bool, experts: int, sizes) -> None:
 @pytest.mark.parametrize("between", [True, False])
 def test_what_does_not_fit_is_refused(between):
     shape = "2 nodes x 1" if between else "1 nodes x 2"
-    with pytest.raises(WorldError, match=f"num_experts is 5, no multiple of {shape} ranks"):
+    with pytest.raises(WorldError, match=f"num_experts is 5; it must be a multiple of {shape} ranks"):
         world(2).run(refused, between, 5, None)
-    with pytest.raises(WorldError, match=rf"wanted those of {shape} ranks, 2 of them here"):
+    with pytest.raises(WorldError, match=rf"wanted token counts of {shape} ranks, 2 for this rank"):
         world(2).run(refused, between, 4, [[2, 3, 4]])
     with pytest.raises(WorldError, match="PeerFailed: rank 1 raised before it began"):
         world(2).run(refused, between, PerRank([4, 5]), None)

@@ -113,17 +113,17 @@ def small(fence: str, more: str = "") -> None:
 def test_a_descriptor_is_seen_after_its_fence() -> None:
     small(FENCE)
     copy, acquire, _ = FENCE.split(";")
-    with pytest.raises(SimulationFault, match=r"without a fence\.proxy\.tensormap between") as error:
+    with pytest.raises(SimulationFault, match=r"with no fence\.proxy\.tensormap in between") as error:
         small(copy + ";")
     assert error.value.fault.rule == "missing proxy fence"
-    with pytest.raises(SimulationFault, match=r"without a fence\.proxy\.tensormap between"):
+    with pytest.raises(SimulationFault, match=r"with no fence\.proxy\.tensormap in between"):
         small(f"{acquire}; {copy};")
 
 
 @pytest.mark.parametrize("field, value", [("fill_mode", 1), ("interleave_layout", 1), ("elemtype", 13), ("rank", 5)])
 def test_descriptors_of_other_layouts_are_refused(field: str, value: int) -> None:
     more = f"@%p1 tensormap.replace.tile.{field}.shared::cta.b1024.b32 [%r1], {value};"
-    with pytest.raises(UnsupportedPtx, match="a tensor descriptor"):
+    with pytest.raises(UnsupportedPtx, match="unsupported tensor descriptor"):
         small(FENCE, more)
 
 
@@ -172,7 +172,7 @@ def test_reductions(dtype: torch.dtype, operation: str) -> None:
 def test_a_reduction_of_what_a_store_wrote_needs_a_proxy_fence() -> None:
     store = "@!%p1 st.global.b32 [%rd2], 0;"
     reduced(torch.int32, "min", store + " fence.proxy.async.global;", -6)
-    with pytest.raises(SimulationFault, match="no proxy fence lets an asynchronous copy see the first"):
+    with pytest.raises(SimulationFault, match="no proxy fence makes the first visible to an asynchronous copy"):
         reduced(torch.int32, "min", store)
 
 

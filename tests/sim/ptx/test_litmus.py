@@ -350,7 +350,7 @@ def test_the_cause_of_a_race_names_the_weak_part_of_a_chain_by_way_of_a_third(pa
     with pytest.raises(SimulationFault) as caught:
         run_all(work)
     said = caught.value.fault.cause
-    assert said.startswith("a signal goes by way of rank 1,"), said
+    assert said.startswith("a signal goes through rank 1,"), said
     what = {"sends": "the store (", "sees": "the load (", "passes on": "the store (", "ends": "the load ("}[part]
     assert what in said
     assert ("does not release" if part in ("sends", "passes on") else "does not acquire") in said

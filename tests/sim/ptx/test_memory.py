@@ -237,7 +237,7 @@ def test_a_read_behind_a_table_of_constants_is_out_of_bounds() -> None:
         out = torch.zeros(1, dtype=torch.int32)
         text = WithTables(f"ld.global.b32 %r1, [{at}]; st.global.b32 [%rd0], %r1;", 1, tables=tables)
         if want is None:
-            with pytest.raises(SimulationFault, match="constant memory ends at 36"):
+            with pytest.raises(SimulationFault, match="constant memory has 36 bytes"):
                 run_all([[Launch(text, 1, dict(out=out))]])
         else:
             run_all([[Launch(text, 1, dict(out=out))]])
@@ -450,9 +450,9 @@ def endless(loop: str, monkeypatch: pytest.MonkeyPatch) -> Fault:
 @pytest.mark.parametrize(
     "loop, after, cause",
     [
-        ("add.s32 %r1, %r1, 1;", "2000 steps", "the loop loads nothing"),
-        ("ld.global.b32 %r1, [%rd0];", "2000 steps", "the loop loads plainly at kernel.py:9 in k"),
-        ("st.shared.b32 [%r1], %r1; ld.shared.b32 %r1, [%r1];", "2000 steps", "the loop loads nothing"),
+        ("add.s32 %r1, %r1, 1;", "2000 steps", "the loop has no load"),
+        ("ld.global.b32 %r1, [%rd0];", "2000 steps", "the loop has a plain load at kernel.py:9 in k"),
+        ("st.shared.b32 [%r1], %r1; ld.shared.b32 %r1, [%r1];", "2000 steps", "the loop has no load"),
         ("atom.global.add.u32 %r1, [%rd0], 1;", "500 turns", ""),
     ],
 )
