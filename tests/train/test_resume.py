@@ -371,12 +371,12 @@ def test_a_folder_that_no_run_can_go_on_from_is_refused_before_ranks_start(book,
     (folder.parent.parent / "config.json").write_text("[]")
     assert cli.main(again) == launch.WRONG_USAGE
     told, *faults = capsys.readouterr().err.splitlines()
-    assert "is no configuration of a run" in told and "taken from the checkpoint of step 7" in told
+    assert "is not the configuration of a run" in told and "taken from the checkpoint of step 7" in told
     assert len(faults) == 2 and "--steps 6 is less" in faults[1], faults
     (folder / "about.json").write_text(json.dumps({"format": FORMAT, "step": 7}))
     assert cli.main(again) == launch.WRONG_USAGE
     (fault,) = capsys.readouterr().err.splitlines()
-    assert "is no configuration of a run" in fault, "and nothing that follows from that"
+    assert "is not the configuration of a run" in fault, "and nothing that follows from that"
 
 
 def test_a_checkpoint_that_lost_a_file_is_refused_before_ranks_start(book, tmp_path, monkeypatch, capsys):

@@ -147,7 +147,7 @@ def test_files_that_are_not_trained_on_are_said(tmp_path, capsys):
         assert cli.main([*some, "--data", str(folder)]) == 0
         said = capsys.readouterr().out
         assert (
-            f"left out: 2 of 6 files, no UTF-8 text or copies of others: {folder / '4.txt'}, {folder / '5.txt'}\n"
+            f"skipped 2 of 6 files, not UTF-8 text or copies of others: {folder / '4.txt'}, {folder / '5.txt'}\n"
             in said
         )
 
@@ -213,7 +213,7 @@ def test_token_ids_without_a_tokenizer_are_trained_on_and_gone_on_with(tmp_path,
     ids = capsys.readouterr().out.split()
     assert ids[:3] == ["3", "10", "499"] and len(ids) == 12 and all(0 <= int(each) < 500 for each in ids)
     assert cli.main([*arguments, "3 ten"]) == 1
-    assert "'ten' is no token id from 0 to 499" in capsys.readouterr().err
+    assert "'ten' is not a token id from 0 to 499" in capsys.readouterr().err
 
 
 def test_a_model_with_more_ids_than_bytes_writes_a_sample(corpus, tmp_path, capsys):
