@@ -681,8 +681,8 @@ def sharing_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
         return []  # ParallelOptions.faults reports these
     if parallel.copies(dp) > 1 and ep > tp:
         return [
-            "--dp-replicate or --data-parallel ddp with --ep beyond --tp: experts are already data parallel over fewer "
-            "ranks"
+            "--dp-replicate or --data-parallel ddp with --ep beyond --tp: experts are data parallel over fewer ranks "
+            "already"
         ]
     if ep % tp or (dp * tp) % ep:
         return [f"--ep {ep} is not a multiple of --tp {tp} that divides the {dp * tp} ranks"]

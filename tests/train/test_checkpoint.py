@@ -163,7 +163,7 @@ def test_a_newer_format_is_refused_by_its_number(saved: Path, tmp_path: Path):
 
 
 def test_what_cannot_be_loaded_says_why(tmp_path: Path, saved: Path):
-    with pytest.raises(CheckpointError, match="holds none"):
+    with pytest.raises(CheckpointError, match="there is none"):
         Checkpoints(tmp_path).load(Numbers())
     (tmp_path / "step-00000004").mkdir()
     with pytest.raises(CheckpointError, match=r"step-00000004 has no manifest.json"):
@@ -699,7 +699,7 @@ def loaders(group: Any, folder: Path) -> None:
 
 def test_a_loaders_state_is_that_of_its_rank(worlds, tmp_path: Path):
     worlds(2).run(loaders, tmp_path)
-    with pytest.raises(CheckpointError, match=r"of Shuffled .* saved by ranks 0 of 2, 1 of 2: rank 0 of 1 cannot"):
+    with pytest.raises(CheckpointError, match=r"of Shuffled .* for ranks 0 of 2, 1 of 2: rank 0 of 1 cannot"):
         Checkpoints(tmp_path).load(alone_with(Shuffled(0)))
 
 

@@ -104,7 +104,7 @@ def test_an_empty_shard_and_a_short_text_are_found_with_all_the_rest(capsys, tmp
     where = ["--data", str(tmp_path / "short.txt"), "--runs", str(tmp_path / "runs")]
     steps, shard, length = errors_of(capsys, *narrow.split(), *where)
     assert steps == "--steps 0 is not positive"
-    assert shard.startswith("with 3 data-parallel x 1 tensor-parallel ranks a rank would hold no row of ")
+    assert shard.startswith("with 3 data-parallel x 1 tensor-parallel ranks, a rank would hold no row of ")
     assert "layers.0.self_attn.q_proj.weight [2, 2]" in shard and "mlp.gate_proj" not in shard
     assert "--length 256 needs 257" in length
 

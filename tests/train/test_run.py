@@ -140,7 +140,7 @@ def test_files_that_are_not_trained_on_are_said(tmp_path, capsys):
         (folder / f"{i}.txt").write_text("".join(f"{n} times {i} is {n * i}.\n" for n in range(60)))
     some = ["train", *TINY, "--tp", "1", "--steps", "1", "--sample", "0", "--runs", str(tmp_path), "--no-save"]
     assert cli.main([*some, "--data", str(folder)]) == 0
-    assert "left out" not in capsys.readouterr().out
+    assert "skipped" not in capsys.readouterr().out
     (folder / "4.txt").write_text("grün " * 90, encoding="latin-1")
     (folder / "5.txt").write_text((folder / "1.txt").read_text())
     for _ in range(2):  # from token files that are there, too
@@ -355,12 +355,12 @@ def test_the_rank_that_died_is_named_and_not_those_that_noticed(tmp_path):
 
     raised, first = failure(0, 1, recorded=20), failure(1, 1, recorded=10)
     killed, ended = failure(2, -signal.SIGKILL), failure(3, -signal.SIGTERM)
-    hung = failure(4, 1, 15, "RankHung: rank 2 answers no more")
+    hung = failure(4, 1, 15, "RankHung: rank 2 no longer responds")
     for failures, named in (
         ({0: raised, 1: first, 3: ended}, "rank 1, exit code 1: error 1"),
         ({0: raised, 2: killed, 3: ended}, "rank 2, killed by SIGKILL; it wrote nothing to stderr"),
         ({3: ended, 0: raised}, "rank 3, killed by SIGTERM; it wrote nothing to stderr"),
-        ({4: hung, 2: killed, 3: ended}, "rank 4, exit code 1: RankHung: rank 2 answers no more"),
+        ({4: hung, 2: killed, 3: ended}, "rank 4, exit code 1: RankHung: rank 2 no longer responds"),
         ({2: killed, 4: hung, 3: ended}, "rank 2, killed by SIGKILL; it wrote nothing to stderr"),
     ):
         assert launch.describe_failure(failures, tmp_path) == named
