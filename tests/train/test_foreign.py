@@ -480,7 +480,7 @@ def test_a_loss_of_routers_that_each_microbatch_would_add_again_is_refused():
     sizes = SHAPE | dict(num_hidden_layers=1, num_local_experts=4, router_aux_loss_coef=0.5)
     mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, output_router_logits=True))
     model, ids = TransformersModel(mixtral), torch.arange(12).view(2, 6)
-    with pytest.raises(ValueError, match=r"MixtralForCausalLM adds to the loss .*output_router_logits = False"):
+    with pytest.raises(ValueError, match=r"MixtralForCausalLM adds another term to the loss .*output_router_logits = False"):
         model(ids, ids + 1, num_labels=12.0)
     mixtral.config.output_router_logits = False
     assert model(ids, ids + 1, num_labels=12.0).loss.item() > 0
@@ -491,7 +491,7 @@ def test_a_loss_that_a_model_passes_on_changed_is_refused_where_it_is_trained():
     model, ids = TransformersModel(llama), torch.arange(12).view(2, 6)
     plain = model(ids, ids + 1, num_labels=12.0).loss.item()
     llama.by = 2.0
-    with pytest.raises(ValueError, match="Scaled adds to the loss"):
+    with pytest.raises(ValueError, match="Scaled adds another term to the loss"):
         model(ids, ids + 1, num_labels=12.0)
     with torch.no_grad():  # as the trial does, which names it with all other faults
         assert model(ids, ids + 1, num_labels=12.0).loss.item() == 2 * plain

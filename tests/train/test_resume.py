@@ -176,7 +176,7 @@ def test_each_data_parallel_rank_goes_on_with_its_own_loader(worlds, tmp_path: P
     assert [state["order"] for _, state, _ in at_once] == [Shuffled(rank // 2).order for rank in range(4)]
     for rank, (_, state, said) in enumerate(worlds(2).run(with_loader, 1, 2, tmp_path, True)):
         assert state == {"order": Shuffled(0).order, "at": 8}, rank
-        assert "no state of the loader of data-parallel rank 0 of 1" in said and "first 4 batches are dropped" in said
+        assert "no loader state of data-parallel rank 0 of 1" in said and "first 4 batches are dropped" in said
 
 
 def arguments(book: Path, runs: Path, *more: str) -> list[str]:

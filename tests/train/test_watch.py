@@ -141,7 +141,7 @@ def test_a_first_step_alone_says_nothing_of_what_bounds_a_step():
     watch = Watch(World())
     assert watch.verdict() == "no step was trained"
     watch.step(0, 1.0, last=True)
-    assert watch.verdict().startswith("what bounds a step is not known: no step but the first one")
+    assert watch.verdict().startswith("what bounds a step is not known: only the first step")
 
 
 def test_what_a_gpu_does_not_show_is_not_measured():
@@ -404,7 +404,7 @@ def test_no_step_is_skipped_for_a_parameter_that_is_nan(worlds, tokens):
     """Else checkpoints with it would take the place of good ones until the run ends."""
     for each in worlds(2).run(train, "dp", "--on-nan skip", tokens, Poison("weight", "norm")):
         assert "parameters were not finite before the step: norm.weight of rank 1 (" in each["error"]
-        assert each["error"].endswith("--resume --step takes an earlier checkpoint")
+        assert each["error"].endswith("resume an earlier checkpoint with --resume --step")
         assert each["steps"] == each["told"] == []
 
 
