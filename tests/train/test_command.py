@@ -50,7 +50,7 @@ def test_all_faults_of_a_command_line_come_together(capsys, tmp_path):
         "cannot write the run t",
     ]
     assert found[2].endswith("missing does not exist") and found[3].endswith("file is empty")
-    assert found[4].endswith(f"{tmp_path / 'file'} is no folder")
+    assert found[4].endswith(f"{tmp_path / 'file'} is not a folder")
 
 
 @pytest.mark.parametrize("name", ["--accumulate", "--microbatches"])
@@ -72,7 +72,7 @@ def test_a_model_is_looked_at_on_ranks_that_torchrun_started_too(capsys, monkeyp
         monkeypatch.setenv(launch.elastic.OWN_STORE, "1")
     if by != "the command":
         (found,) = errors_of(capsys, *options.split(), *where)
-        assert "lets documents of a row see each other" in found
+        assert "documents of a row attend to each other" in found
     else:
         monkeypatch.setenv(launch.ASKED, "1")
         with pytest.raises(AssertionError, match="a process was started"):

@@ -147,7 +147,7 @@ def test_faults_of_experts_are_reported_together():
         "--capacity 0.0",
         "--recv-capacity -1.0",
         "--top-k 7 is larger than --experts 6",
-        "--dense-layers 4 of 4",
+        "--dense-layers 4 with --layers 4",
         "--experts 6 with --ep 4",
     ):
         assert any(words in fault for fault in found), (words, found)

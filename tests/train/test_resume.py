@@ -333,11 +333,11 @@ def test_what_a_run_cannot_go_on_from_is_refused_with_all_that_differs(book, tmp
         told = capsys.readouterr().err
         assert all(each in told for each in wanted), told
     assert cli.main([*again, "--step", "5"]) == launch.WRONG_USAGE
-    assert "--step 5: " in (told := capsys.readouterr().err) and "has checkpoints of the steps 6" in told
+    assert "--step 5: " in (told := capsys.readouterr().err) and "has only checkpoints of steps 6" in told
     assert cli.main(["train", "--runs", str(tmp_path), "--name", "new", "--resume"]) == launch.WRONG_USAGE
     assert "holds no checkpoint" in capsys.readouterr().err
     assert cli.main(arguments(book, tmp_path)) == launch.WRONG_USAGE
-    assert "holds checkpoints up to step 6: --resume goes on from there, --replace removes" in capsys.readouterr().err
+    assert "holds checkpoints up to step 6: --resume continues from there, --replace removes" in capsys.readouterr().err
     assert cli.main(arguments(book, tmp_path, "--replace", "--steps", "2")) == 0
     assert steps_in(tmp_path / "main" / CHECKPOINTS) == [2]
 
@@ -608,9 +608,9 @@ def test_a_killed_rank_then_a_preemption_through_the_launcher(book, tmp_path):
     ("words", "code", "said"),
     [
         (["--tokens", "-5"], 2, "--tokens -5 must be at least 1"),
-        (["--temperature", "-1"], 2, "--temperature -1.0 must be a number from 0 on"),
-        (["--temperature", "nan"], 2, "--temperature nan must be a number from 0 on"),
-        (["--step", "7"], 1, "holds no step 7; it holds 33, 80"),
+        (["--temperature", "-1"], 2, "--temperature -1.0 must be at least 0 and finite"),
+        (["--temperature", "nan"], 2, "--temperature nan must be at least 0 and finite"),
+        (["--step", "7"], 1, "has no checkpoint of step 7; it has steps 33, 80"),
     ],
 )
 def test_generate_says_in_one_line_what_it_cannot_do(words, code, said, tmp_path, capsys):
