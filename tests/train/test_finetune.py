@@ -107,7 +107,7 @@ def test_another_run_in_one_process_is_found_out(corpus, tmp_path, monkeypatch, 
     assert cli.main([*arguments(corpus, tmp_path, "--tp", "1", "--model", "qwen2"), "--verify-steps", "1"]) == 1
     captured = capsys.readouterr()
     assert "NOT EQUAL: loss differs" in captured.out
-    assert captured.err.startswith("fusedtp finetune: error: the parallel run is not the run of one process")
+    assert captured.err.startswith("fusedtp finetune: error: the parallel run differs from the run of one process")
 
 
 def test_text_is_that_of_the_folders_tokenizer(corpus, folder, tmp_path):

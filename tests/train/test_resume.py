@@ -270,7 +270,7 @@ def test_a_finished_run_that_lost_its_records_ends_in_order(book, tmp_path, caps
     assert cli.main(arguments(book, tmp_path, "--verify", "--verify-steps", "1")) == 0
     path = tmp_path / "main" / "metrics.jsonl"
     records = path.read_text().splitlines()
-    for left, said in (([], "metrics.jsonl holds none: there is nothing to sum up"), (records[:1], "? nats/byte")):
+    for left, said in (([], "metrics.jsonl holds none: there is nothing to summarize"), (records[:1], "? nats/byte")):
         path.write_text("".join(f"{line}\n" for line in left))
         capsys.readouterr()
         assert cli.main(["train", "--runs", str(tmp_path), "--resume"]) == 0
@@ -304,7 +304,7 @@ def test_without_saving_a_resumed_run_leaves_all_checkpoints_as_they_are(book, t
     monkeypatch.setattr("fusedtp.commands.run.learning_rate", asked)
     assert cli.main([*again, "--steps", "9"]) == 0
     told = capsys.readouterr().out
-    assert "asked to end by SIGTERM after step 7; --no-save: nothing was saved" in told and "goes on from" not in told
+    assert "asked to end by SIGTERM after step 7; --no-save: nothing was saved" in told and "continues from" not in told
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
@@ -325,7 +325,7 @@ def test_what_a_run_cannot_go_on_from_is_refused_with_all_that_differs(book, tmp
     for more, wanted in {
         ("--width", "64", "--seed", "3"): ["--width was 32, now it is 64", "--seed was 0, now it is 3"],
         ("--length", "32"): ["--length was 16, now it is 32"],
-        ("--data", str(book / "1.txt")): ["the files of --data, or its tokenizer, are others than they were"],
+        ("--data", str(book / "1.txt")): ["the files of --data or the tokenizer have changed"],
         ("--steps", "5"): ["the checkpoint is of step 6; --steps 5 is less"],
     }.items():
         capsys.readouterr()
@@ -480,7 +480,7 @@ def test_a_run_whose_rank_was_killed_goes_on_and_says_why(book, tmp_path):
     assert died.returncode != 0 and steps_in(folder / CHECKPOINTS) == [2, 4]
     done = command("-m", "fusedtp", "train", "--runs", str(tmp_path), "--resume", "--tp", "2")
     assert done.returncode == 0, done.stderr
-    assert "resumed at step 4, lost 1 steps, because the run before ended without a word" in done.stdout
+    assert "resumed at step 4, lost 1 steps, because the previous run ended without a message" in done.stdout
     assert losses(folder) == losses(tmp_path / "whole")
     asked = command("-m", "fusedtp", "generate", "--run", str(folder), "one", "--tokens", "5")
     assert asked.returncode == 0 and asked.stdout.startswith("one"), asked.stderr

@@ -284,7 +284,7 @@ def test_verify_finds_a_dropped_reduction(corpus, tmp_path, reduction):
     assert done.returncode != 0
     assert summary_of(tmp_path / "main")["verified"] is False
     assert "NOT EQUAL" in done.stdout
-    assert "the parallel run is not the run of one process" in done.stderr
+    assert "the parallel run differs from the run of one process" in done.stderr
 
 
 @pytest.mark.slow
