@@ -326,7 +326,7 @@ def test_what_a_run_cannot_go_on_from_is_refused_with_all_that_differs(book, tmp
         ("--width", "64", "--seed", "3"): ["--width was 32, now it is 64", "--seed was 0, now it is 3"],
         ("--length", "32"): ["--length was 16, now it is 32"],
         ("--data", str(book / "1.txt")): ["the files of --data or the tokenizer have changed"],
-        ("--steps", "5"): ["the checkpoint is of step 6; --steps 5 is less"],
+        ("--steps", "5"): ["the checkpoint is of step 6, but --steps is only 5"],
     }.items():
         capsys.readouterr()
         assert cli.main([*again, *more]) == launch.WRONG_USAGE
@@ -360,7 +360,7 @@ def test_a_folder_that_no_run_can_go_on_from_is_refused_before_ranks_start(book,
         (json.dumps(ours | {"format": FORMAT + 1}), f"has format {FORMAT + 1}, which a newer fusedtp wrote"),
         (json.dumps({"format": FORMAT, "step": 7}), "it was not saved by fusedtp train"),
         (json.dumps(ours | {"step": 700}), "step-00000007 holds step 700"),
-        (json.dumps(ours | {"format": FORMAT - 1}), "the checkpoint is of step 7; --steps 6 is less"),
+        (json.dumps(ours | {"format": FORMAT - 1}), "the checkpoint is of step 7, but --steps is only 6"),
     ):
         folder.mkdir(parents=True, exist_ok=True)
         if words is not None:
@@ -372,7 +372,7 @@ def test_a_folder_that_no_run_can_go_on_from_is_refused_before_ranks_start(book,
     assert cli.main(again) == launch.WRONG_USAGE
     told, *faults = capsys.readouterr().err.splitlines()
     assert "is not the configuration of a run" in told and "taken from the checkpoint of step 7" in told
-    assert len(faults) == 2 and "--steps 6 is less" in faults[1], faults
+    assert len(faults) == 2 and "--steps is only 6" in faults[1], faults
     (folder / "about.json").write_text(json.dumps({"format": FORMAT, "step": 7}))
     assert cli.main(again) == launch.WRONG_USAGE
     (fault,) = capsys.readouterr().err.splitlines()
