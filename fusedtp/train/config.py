@@ -60,8 +60,7 @@ class ModelOptions:
     balance: float = 0.01
     """Coefficient of the load-balancing loss."""
     balance_bias: float = 0.0
-    """Balance without a loss: the amount by which an expert's router bias changes after a step in which the expert got
-    more or less than its even share."""
+    """Balance without a loss: change of an expert's router bias after a step with more or less than its even share."""
     capacity: float | None = None
     """Rows that an expert accepts, as a multiple of an even share; rows beyond that are dropped. Default: no limit."""
     recv_capacity: float | None = None
@@ -228,8 +227,8 @@ class BlockOptions:
     """How the layers run, and which activations they save for backward."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing: selective recomputes everything except matmuls, attention and communication; full
-    recomputes whole layers from their inputs."""
+    """Activation checkpointing. selective: recompute everything except matmuls, attention and communication.
+    full: recompute whole layers from their inputs."""
     compile: bool = False
     """Compile each layer with torch.compile."""
     compile_backend: str = "inductor"
@@ -274,14 +273,14 @@ class ParallelOptions:
     tp: int | None = None
     """Tensor-parallel ranks; default: (ranks of a machine: 2 on CPU, else one per GPU) / dp."""
     dp: int | None = None
-    """Data-parallel ranks, sharded by FSDP2; default: all ranks / tp."""
+    """Data-parallel ranks, sharded by FSDP2; default: all ranks / (pp x tp)."""
     dp_replicate: int = 1
     """HSDP: number of replicas, that is groups of data-parallel ranks that each hold all shards."""
     dp_shard: int | None = None
     """Instead of --dp: data-parallel ranks per replica; dp is then dp-replicate x dp-shard."""
     data_parallel: Literal["zero3", "zero2", "zero1", "ddp"] | None = None
-    """What is sharded over data-parallel ranks: optimizer state (zero1), also gradients (zero2), also parameters
-    (zero3), or nothing (ddp). Default: zero3; with --pp zero1, as schedules need whole parameters and gradients."""
+    """Sharded over data-parallel ranks: zero1: optimizer state; zero2: gradients too; zero3: parameters too; ddp: none.
+    Default: zero3; with --pp zero1, since schedules keep parameters and gradients whole in a step."""
     param_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype in which sharded parameters are all-gathered; bf16 halves the traffic, and gradients are then bf16 too."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -295,8 +294,8 @@ class ParallelOptions:
     engine: Literal["auto", "collective", "chunked", "triton", "multimem"] = "auto"
     """Implementation of the fused operations."""
     elastic: bool = False
-    """For torchrun with --nnodes MIN:MAX: dp adapts to the available ranks, --accumulate makes up for missing ranks,
-    and the run resumes by itself from its newest good checkpoint."""
+    """For torchrun with --nnodes MIN:MAX: dp adapts to the available ranks, --accumulate makes up for missing ranks.
+    The run resumes by itself from its newest good checkpoint."""
 
     def faults(self) -> list[str]:
         return [
@@ -409,8 +408,8 @@ class WatchOptions:
     watch_every: int = 10
     """Steps between comparisons of the ranks' timings."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """When the loss or the gradients of a step are not finite: end the run, or skip the step on all ranks. Either way,
-    the module or parameter where it began is named. In fp16, the loss scale handles gradients that overflow."""
+    """When the loss or the gradients of a step are not finite: end the run, or skip the step on all ranks.
+    The module or parameter where it began is named. In fp16, the loss scale handles gradients that overflow."""
 
     def faults(self) -> list[str]:
         return _not_positive(self, "timeout", "watch_every")
@@ -423,8 +422,7 @@ class CheckpointOptions:
     save: bool = True
     """Save checkpoints; without them a run cannot be resumed."""
     save_every: int | None = None
-    """Steps between checkpoints; default: the interval that loses least time, given the measured time of a save and
-    --failure-hours."""
+    """Steps between checkpoints; default: what loses least time, by the measured time of a save and --failure-hours."""
     failure_hours: float = 24.0
     """Mean time between failures of the whole job, in hours."""
     keep_last: int = 2
