@@ -150,7 +150,7 @@ def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
 
 
 def default_ranks(config: TrainConfig) -> int:
-    """The default number of ranks: two on CPU, one per GPU otherwise, rounded to a multiple of pp; at least pp."""
+    """The default number of ranks: pp x tp x dp if tp is given; otherwise two on CPU, one per GPU, divisible by pp."""
     pp = max(1, config.parallel.pp)
     if config.parallel.tp is not None:
         return max(1, pp * config.parallel.tp * (config.parallel.dp or 1))

@@ -288,7 +288,7 @@ def page(folder: Path) -> str:
 
 
 def read_ranks(folder: Path) -> tuple[list[Reading], list[str]]:
-    """(readings of all ranks, their hosts). For a resumed run, without readings of steps that were repeated."""
+    """(readings of all ranks, their hosts); drops those of repeated steps and of another number of ranks."""
     found: list[Reading] = []
     hosts: list[str] = []
     for line in json_lines(folder / RANKS):

@@ -148,7 +148,7 @@ class Events:
 
 
 class Screen:
-    """A progress bar on a terminal; otherwise ten lines, one per tenth of the steps."""
+    """A progress bar on a terminal; otherwise a line for every tenth of the steps."""
 
     def __init__(self, steps: int, console: Console) -> None:
         self.steps, self.console = steps, console

@@ -136,7 +136,7 @@ class Accelerator(accelerate.Accelerator):
             elif self.state.fsdp_plugin.cpu_ram_efficient_loading:
                 raise ValueError(
                     "cpu_ram_efficient_loading sends whole weights from the first rank, which holds only its part of a "
-                    "split model; set it to False, and load with fusedtp.from_pretrained, which saves as much memory"
+                    "split model; set it to False, and load with fusedtp.from_pretrained, which reads only that part"
                 )
         return args
 
