@@ -1,7 +1,7 @@
 """The `fusedtp` command: one table of subcommands, each a module with `main(argv) -> exit code` (or module:function).
 
-A subcommand's module is imported when it is called, so `fusedtp --help` is quick and a subcommand's
-dependencies burden no other.
+A subcommand's module is imported only when it is called. So `fusedtp --help` is fast, and a subcommand does not need
+the dependencies of the others.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ COMMANDS = {
     "train": ("fusedtp.commands.launch", "train a Transformer with fused tensor parallelism on real text"),
     "warmup": (
         "fusedtp.commands.launch:warmup_main",
-        "compile what a configuration of train needs, before it starts",
+        "compile the kernels of a train configuration before it starts",
     ),
-    "generate": ("fusedtp.commands.runs:generate_main", "let the model of a run go on with a text"),
+    "generate": ("fusedtp.commands.runs:generate_main", "continue a text with the model of a run"),
     "checkpoints": ("fusedtp.commands.runs", "list, verify or export the checkpoints of a run"),
     "report": (
         "fusedtp.commands.report",
-        "write a run as one HTML page: curves, ranks, pipeline, checkpoints, incidents",
+        "write a run's report as one HTML page: curves, ranks, pipeline, checkpoints, incidents",
     ),
     "finetune": (
         "fusedtp.commands.launch:finetune_main",
-        "train a causal language model of transformers on text, tensor parallel",
+        "train a causal language model of transformers on text with tensor parallelism",
     ),
     "check": (
         "fusedtp.checks.command",
@@ -31,10 +31,10 @@ COMMANDS = {
     ),
     "explain": (
         "fusedtp.parallel.explain_command",
-        "say how a model would be split, from its configuration alone",
+        "show how a model would be split, from its configuration alone",
     ),
-    "bench": ("fusedtp.bench.cli", "measure kernels and fused operations beside what others offer"),
-    "env": ("fusedtp.environment", "print what a bug report needs: versions, machine, devices"),
+    "bench": ("fusedtp.bench.cli", "benchmark kernels and fused operations against alternatives"),
+    "env": ("fusedtp.environment", "print versions, machine and devices for a bug report"),
 }
 
 

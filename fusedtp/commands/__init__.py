@@ -1,12 +1,12 @@
-"""Subcommands of `fusedtp` that make a training run and work with what it leaves.
+"""Subcommands of `fusedtp` that run training and work with its outputs.
 
-    launch    train, finetune, warmup: command line -> checks -> torchrun -> one run a rank
-    elastic   how the mesh follows the ranks that are there
-    build     the model of a configuration, on a rank
+    launch    train, finetune, warmup: command line -> validation -> torchrun -> one process per rank
+    elastic   adapts the mesh to the available ranks
+    build     builds the model of a configuration on a rank
     run       a whole run on one rank: build, resume, train, verify, sample
-    verify    --verify: the first steps again in one plain process
-    results   what a run leaves: metrics, events, plots, the screen, the summary
-    runs      checkpoints, generate: what can be done with a run that was saved
+    verify    --verify: repeats the first steps in one plain process
+    results   the outputs of a run: metrics, events, plots, the screen, the summary
+    runs      checkpoints, generate: commands for saved runs
     report    a run as one HTML page
 
 The loop and everything in it is fusedtp.train.

@@ -1,16 +1,16 @@
-"""The model of a config: on one device, or parallel over the ranks of a world. The same start in both.
+"""Builds the model of a configuration, on one device or parallelized over ranks, with the same initial weights.
 
     meta model --parallelize(tp)--> DTensors --cut(pp)--> stages --shard(dp)--> FSDP2 --to_empty--> memory --init_(seed)
 
-Each rank makes only its own part, and each parameter is drawn from (seed, name), so ranks need not agree.
+Each rank creates only its own part. Each parameter is drawn from (seed, name), so ranks need not communicate.
 
 A model of transformers comes from a folder, a config.json or a model type:
 
     on meta --adapters--> --parallelize(tp)--> --prune_(pp)--> --shard(dp)--> memory --weights--> trained
 
-Weights come last, when it is known what this rank holds: of a folder's files each rank reads that and no more. Random
-weights are drawn layer by layer on the CPU by the model's own code, each layer from (seed, name), so that a rank never
-holds more than its part and one layer, and starts as it does on any other mesh.
+Weights are filled last, when this rank's shards are known: each rank reads only its shards from the files of a folder.
+Random weights are drawn on the CPU by the model's own code, layer by layer, each from (seed, name). So a rank never
+holds more than its shards and one layer, and the initial weights are the same on every mesh.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def model_config(config: TrainConfig) -> ModelConfig:
-    """The library's configuration for these options."""
+    """The fusedtp.nn configuration of these options."""
     model = config.model
     return ModelConfig(
         vocab_size=config.data.vocabulary.vocab_size,
@@ -67,7 +67,7 @@ def model_config(config: TrainConfig) -> ModelConfig:
 
 
 def moe_config(config: TrainConfig) -> MoEConfig | None:
-    """The experts of these options; None where there are none."""
+    """The MoE configuration of these options; None without experts."""
     model = config.model
     if not model.experts:
         return None
@@ -86,13 +86,13 @@ def moe_config(config: TrainConfig) -> MoEConfig | None:
 
 
 def shard_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
-    """Whether some of dp x tp ranks would hold nothing of a parameter, by the shapes of the model on meta.
+    """Errors if some of dp x tp ranks would hold no row of a parameter, from the shapes of the model on meta.
 
-    A model that cannot be made, or not be split over tp ranks, has faults of its own and is not looked at.
+    A model that cannot be built or split over tp ranks is not checked here; other checks report it.
     """
     model = config.model
     if config.foreign.model is not None:
-        return []  # foreign_faults says so
+        return []  # foreign_faults checks this
     if dp < 2 or model.faults() or config.data.faults() or not heads_split(tp, model.heads, model.kv_heads):
         return []
     if dp % (copies := max(1, config.parallel.copies(dp))) or (model.experts and sharing_faults(config, dp, tp)):
@@ -105,21 +105,21 @@ def shard_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
 
 
 def num_parameters(config: TrainConfig) -> int:
-    """Of the whole model."""
+    """Number of parameters of the whole model."""
     if config.foreign.model is not None:
         return foreign_sizes(config)[2]
     return CausalLM(model_config(config), device="meta").num_parameters()
 
 
 def build(config: TrainConfig, world: World, weights: bool = True) -> Model:
-    """The initialised model, this rank's part of it where the world has several."""
+    """The initialised model; with several ranks, this rank's part of it."""
     return build_stages(config, world, weights)[0]
 
 
 def build_stages(config: TrainConfig, world: World, weights: bool = True) -> tuple[Model, Pipeline | None]:
-    """The same, and its pipeline where the world has one. Collective.
+    """The initialised model, and its pipeline if the world has one. Collective.
 
-    weights   False: a checkpoint is read next, so those of a --model are left out
+    weights   False: skip the weights of a --model, since a checkpoint is loaded next
     """
     if config.foreign.model is not None:
         return build_foreign(config, world, weights)
@@ -144,9 +144,9 @@ def build_stages(config: TrainConfig, world: World, weights: bool = True) -> tup
 def cut_and_shard(
     model: Model, config: TrainConfig, world: World, costs_of: Callable[[int], tuple[list[float], float]]
 ) -> Pipeline | None:
-    """Of a model on meta: cut it into stages of like cost, leave this rank's of it, prepare its blocks, shard it.
+    """Cut a model on meta into stages of similar cost, keep only this rank's, prepare its blocks, and shard it.
 
-    costs_of   a sequence's length -> costs of every layer, and of the head
+    costs_of   sequence length -> (costs of every layer, cost of the head)
     """
     parallel, pipeline = config.parallel, None
     if (mesh := world.pp_mesh) is not None:
@@ -162,7 +162,7 @@ def cut_and_shard(
     return pipeline
 
 
-# The Llama that a run of the type alone trains; other types are as small as the copies that plans are proved on.
+# The configuration of --model llama. Other model types get the small configuration that plans are tested with.
 LLAMA = {
     "hidden_size": 256,
     "intermediate_size": 704,
@@ -174,11 +174,11 @@ LLAMA = {
 Values = Iterator[tuple[str, Callable[[list[list[range]]], Tensor]]]  # name -> a region of the whole tensor
 
 
-# -- of transformers: what is asked for --------------------------------------------------------------------------------
+# -- of transformers: the configuration --------------------------------------------------------------------------------
 
 
 def config_of(config: TrainConfig) -> Any:
-    """The configuration of a run's transformers model. Raises ValueError, OSError where there is none to train."""
+    """The configuration of a run's transformers model. Raises ValueError, OSError if --model cannot be trained."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     from fusedtp.parallel.twin import NoTwin, small_config
@@ -186,7 +186,7 @@ def config_of(config: TrainConfig) -> Any:
     name = str(config.foreign.model)
     if Path(name).exists():
         if Path(name).is_dir() and not Path(name, "config.json").exists():
-            raise ValueError(f"{name} has no config.json, so it is no folder of a transformers model")
+            raise ValueError(f"{name} has no config.json, so it is not the folder of a transformers model")
         try:
             found = AutoConfig.from_pretrained(name, local_files_only=True)
         except (ValueError, KeyError, OSError) as error:
@@ -194,14 +194,16 @@ def config_of(config: TrainConfig) -> Any:
         if getattr(found, "quantization_config", None) is not None:
             raise ValueError(f"{name} is quantized; only weights in a floating-point dtype can be trained")
         if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ValueError(f"--model {name} is a {type(found).__name__}, of no causal language model")
+            raise ValueError(f"--model {name} has a {type(found).__name__}, which is not a causal language model")
         if Path(name).is_dir() and not any(Path(name).glob("*.safetensors*")):
             raise ValueError(
                 f"{name} holds no weights (*.safetensors); --model {Path(name) / 'config.json'} starts from random ones"
             )
         return found
     if name not in CONFIG_MAPPING or CONFIG_MAPPING[name] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"--model {name} is no folder and no causal language model of transformers, such as llama")
+        raise ValueError(
+            f"--model {name} is neither a folder nor a causal language model type of transformers, such as llama"
+        )
     tokenizer = config.data.vocabulary
     words: dict[str, Any] = {
         "vocab_size": tokenizer.vocab_size,
@@ -223,12 +225,12 @@ def has_weights(config: TrainConfig) -> bool:
 
 
 def meta_model(config: TrainConfig) -> tuple[Any, Checkpoint | None]:
-    """The causal model on meta, its buffers computed, and the files of its weights, where it has any."""
+    """(the causal model on meta with computed buffers, the files of its weights or None)."""
     from transformers import AutoModelForCausalLM
 
     if not has_weights(config):
         return build_on_meta(AutoModelForCausalLM, config_of(config), torch.float32), None
-    config_of(config)  # says what is wrong
+    config_of(config)  # raises if the folder cannot be trained
     name, hub = str(config.foreign.model), {"local_files_only": True}
     files = Files(name, None, hub)
     model = on_meta(name, files, None, torch.float32, hub, {})
@@ -238,14 +240,14 @@ def meta_model(config: TrainConfig) -> tuple[Any, Checkpoint | None]:
 
 
 def adapted(model: Any, rank: int) -> Any:
-    """A model on meta with LoRA on all linear layers, on meta too."""
+    """A model on meta with LoRA adapters on all linear layers, on meta too."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
 def foreign_sizes(config: TrainConfig) -> tuple[int, int, int]:
-    """Layers, the widest matrix's features, and parameters."""
+    """(number of layers, features of the widest matrix, number of parameters)."""
     from transformers import AutoModelForCausalLM
 
     model = build_on_meta(AutoModelForCausalLM, config_of(config), torch.float32)
@@ -259,9 +261,9 @@ def foreign_sizes(config: TrainConfig) -> tuple[int, int, int]:
 
 
 def build_foreign(config: TrainConfig, world: World, weights: bool = True) -> tuple[TransformersModel, Pipeline | None]:
-    """The model, this rank's part of it, and its pipeline where the world has one. Collective.
+    """This rank's part of the model, and its pipeline if the world has one. Collective.
 
-    weights   False: memory is not filled, as a checkpoint will be read
+    weights   False: leave the memory uninitialised, since a checkpoint is loaded next
     """
     hf, checkpoint = meta_model(config)
     names = {id(module): name for name, module in hf.named_modules()}  # adapters change them
@@ -271,7 +273,7 @@ def build_foreign(config: TrainConfig, world: World, weights: bool = True) -> tu
         names = {id(module): name for name, module in hf.named_modules()} | names
         shapes = {name: p.shape for name, p in hf.named_parameters() if ".lora_" in name}
     parallel = config.parallel
-    split_tokens = parallel.sequence_parallel and not config.blocks.compile  # compiled layers take whole ones
+    split_tokens = parallel.sequence_parallel and not config.blocks.compile  # compiled layers take whole sequences
     if world.tp_mesh is not None:
         parallelize(hf, world.tp_mesh, engine=parallel.engine, sequence_parallel=split_tokens)
     model = TransformersModel(hf, DTYPES[config.run.dtype], split_tokens)
@@ -286,18 +288,18 @@ def build_foreign(config: TrainConfig, world: World, weights: bool = True) -> tu
 
 
 def own_ways(module: nn.Module) -> dict[str, Way]:
-    """How a module's own parameters lie over the tensor-parallel ranks."""
+    """How a module's own parameters are split over tensor-parallel ranks, by name."""
     return {name: way_of(p) for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
 
 
 def to_memory(model: nn.Module, device: torch.device) -> None:
-    """nn.Module.to_empty of what is on meta; buffers, which are computed, move with their values."""
+    """nn.Module.to_empty for tensors on meta; computed buffers are moved with their values."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             owners.setdefault(id(parameter), []).append((module, name))
     model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
-    for (first, name), *others in owners.values():  # tied ones have become several
+    for (first, name), *others in owners.values():  # tie shared parameters again
         for module, other in others:
             module._parameters[other] = first._parameters[name]
 
@@ -307,9 +309,9 @@ def to_memory(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill_(model: nn.Module, names: Mapping[int, str], ways: Mapping[int, Mapping[str, Way]], values: Values) -> None:
-    """Give parameters and buffers their values: of each this rank's part.
+    """Fill parameters and buffers with this rank's part of their values.
 
-    names, ways   of modules, by id: as the values call them, and how they lie over tensor-parallel ranks
+    names, ways   by id of a module: its name in `values`, and how its parameters are split over tensor-parallel ranks
     """
     wanted: dict[str, tuple[Tensor, Way | None]] = {}
     for module in model.modules():
@@ -322,7 +324,7 @@ def fill_(model: nn.Module, names: Mapping[int, str], ways: Mapping[int, Mapping
     done: set[int] = set()
     for name, part in values:
         if name not in wanted:
-            continue  # another stage's
+            continue  # belongs to another stage
         tensor, way = wanted[name]
         if id(tensor) not in done:
             done.add(id(tensor))
@@ -335,7 +337,7 @@ def fill_(model: nn.Module, names: Mapping[int, str], ways: Mapping[int, Mapping
 
 
 def held(tensor: Tensor, way: Way | None) -> list[list[range]]:
-    """Indices of every dimension that this rank holds: by its tensor-parallel way, and FSDP2's shards of that."""
+    """Indices that this rank holds in every dimension, after the tensor-parallel split and FSDP2's sharding of it."""
     if not isinstance(tensor, DTensor):
         return [[range(size)] for size in tensor.shape]
     mesh = tensor.device_mesh
@@ -353,7 +355,7 @@ def held(tensor: Tensor, way: Way | None) -> list[list[range]]:
 
 
 def read(checkpoint: Checkpoint) -> Values:
-    """What the files hold, converted to the model's names."""
+    """The tensors of the files, converted to the model's names."""
     for conversion in checkpoint.conversions:
         of = (lambda lazy: lazy) if conversion.is_lazy else Lazy.full
         made = conversion.run(checkpoint.model, of)
@@ -362,7 +364,7 @@ def read(checkpoint: Checkpoint) -> Values:
 
 
 def drawn(config: TrainConfig) -> Values:
-    """Random weights, as the model's own code draws them, of one layer after the other."""
+    """Random weights drawn by the model's own code, one layer after the other."""
     model, _ = meta_model(config)
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     named = dict(model.named_modules())
@@ -375,7 +377,7 @@ def drawn(config: TrainConfig) -> Values:
 
 
 def drawn_of(model: Any, name: str, module: nn.Module, recurse: bool, seed: int) -> Values:
-    """Those of a module, with its children's or without."""
+    """Random weights of a module, with those of its children if `recurse`."""
     own = {**dict(module.named_parameters(recurse=recurse)), **dict(module.named_buffers(recurse=recurse))}
     if not own:
         return
@@ -390,7 +392,7 @@ def drawn_of(model: Any, name: str, module: nn.Module, recurse: bool, seed: int)
 
 
 def drawn_adapters(shapes: Mapping[str, torch.Size], seed: int) -> Values:
-    """LoRA's halves as PEFT draws them: A uniform, B zero, so that a model starts as it is without."""
+    """LoRA's A and B as PEFT initialises them: A uniform, B zero, so that adapters do not change the initial model."""
     for name, shape in shapes.items():
         values = torch.zeros(shape)
         if ".lora_A." in name:
@@ -401,7 +403,7 @@ def drawn_adapters(shapes: Mapping[str, torch.Size], seed: int) -> Values:
 
 @contextmanager
 def seeded(seed: int, name: str) -> Iterator[None]:
-    """Draws in here depend on these two alone, and no draws elsewhere on them."""
+    """In this context, random numbers depend only on (seed, name); the generator is restored on exit."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -412,7 +414,7 @@ def seeded(seed: int, name: str) -> Iterator[None]:
 
 
 def foreign_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
-    """What is wrong with a model of transformers for this run, all that is known without reading weights."""
+    """Errors of a run with a model of transformers that can be found without reading weights."""
     try:
         found = option_faults(config)
         model, _ = meta_model(config)
@@ -428,9 +430,9 @@ def foreign_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     if vocabulary < tokenizer.vocab_size and config.data.vocab_size is not None:
         found.append(f"{config.foreign.model} has {vocabulary} tokens, fewer than --vocab-size {tokenizer.vocab_size}")
     elif vocabulary < tokenizer.vocab_size:
-        what = "has no tokenizer" if config.data.tokenizer is None else f"has not that of {config.data.tokenizer}"
-        kind = "bytes" if config.data.tokenizer is None else f"its {tokenizer.vocab_size}"
-        found.append(f"{config.foreign.model} {what}, and its {vocabulary} tokens are too few for {kind}")
+        what = "has no tokenizer" if config.data.tokenizer is None else f"does not fit {config.data.tokenizer}"
+        kind = "bytes" if config.data.tokenizer is None else f"the tokenizer's {tokenizer.vocab_size}"
+        found.append(f"{config.foreign.model} {what}: its vocabulary of {vocabulary} is too small for {kind}")
     found += length_faults(config, adapter)
     found += tp_faults(config, model, dp, tp)
     cuttable = True
@@ -446,7 +448,7 @@ def foreign_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
 
 
 def option_faults(config: TrainConfig) -> list[str]:
-    """Options of the library's own model beside --model."""
+    """Errors of options that apply only to the library's own model, but are given with --model."""
     import dataclasses
 
     given = [
@@ -456,14 +458,14 @@ def option_faults(config: TrainConfig) -> list[str]:
     ]
     found = []
     if given:
-        found.append(f"{', '.join(given)} with --model {config.foreign.model}: the shape is that of its configuration")
+        found.append(f"{', '.join(given)} with --model {config.foreign.model}: the model's configuration sets these")
     if (config.parallel.ep or 1) > 1 or config.parallel.expert_tp > 1:
-        found.append("--ep and --expert-tp with --model: experts of other models lie as their plan says")
+        found.append("--ep and --expert-tp with --model: the model's plan determines how experts are split")
     return found
 
 
 def length_faults(config: TrainConfig, model: TransformersModel) -> list[str]:
-    """Whether windows are longer than the model's table of positions, where it has one: learned, or of sines."""
+    """An error if --length exceeds the model's table of positions (learned or sinusoidal), if it has one."""
     most = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(most, int):
         return []
@@ -473,7 +475,7 @@ def length_faults(config: TrainConfig, model: TransformersModel) -> list[str]:
             tables.append((module.num_embeddings, module.padding_idx))
         buffers = module.named_buffers(recurse=False)
         tables += [(len(buffer), None) for name, buffer in buffers if "pos" in name and buffer.dim() == 2]
-    # OPT's table has two rows more; RoBERTa counts from the row after the padding's.
+    # OPT's table has two extra rows; RoBERTa's positions start after the row of the padding index.
     room = [most - (0 if padding is None else padding + 1) for rows, padding in tables if rows in (most, most + 2)]
     if not room or config.data.length <= min(room):
         return []
@@ -481,7 +483,7 @@ def length_faults(config: TrainConfig, model: TransformersModel) -> list[str]:
 
 
 def tp_faults(config: TrainConfig, model: Any, dp: int, tp: int) -> list[str]:
-    """Whether so many ranks can share it, and each would hold a row of all."""
+    """Errors if the model cannot be split over tp ranks, or if a rank would hold no row of a parameter."""
     from fusedtp.comm import VirtualWorld
     from fusedtp.parallel.foreign_plan import foreign_ways
     from fusedtp.parallel.plan import plan_of
@@ -498,20 +500,20 @@ def tp_faults(config: TrainConfig, model: Any, dp: int, tp: int) -> list[str]:
 
 
 def trial_faults(config: TrainConfig, model: TransformersModel, cut: bool) -> list[str]:
-    """What a small copy shows: a loss of its own, documents that see each other, stages that compute something else."""
+    """Errors found on a small copy: another loss, attention across documents, stages that change the result."""
     from fusedtp.parallel.twin import NoTwin, twin_of
 
     documents, stages = config.data.documents == "separate", config.parallel.pp > 1 and cut
     try:
         with torch.no_grad():
             return [*trial(TransformersModel(twin_of(model.causal, 2)), documents, stages)]
-    except (NoTwin, RuntimeError, TypeError) as why:  # sizes that a small copy should not have
+    except (NoTwin, RuntimeError, TypeError) as why:  # the code does not work with a small copy's sizes
         asked = ["--documents separate"] * documents + ["--pp"] * stages
-        return [f"{' and '.join(asked)} cannot be tried on a small copy: {why}"] if asked else []
+        return [f"{' and '.join(asked)} cannot be tested on a small copy of the model: {why}"] if asked else []
 
 
 def trial(twin: TransformersModel, documents: bool, stages: bool) -> Iterator[str]:
-    """The faults of a small model in one process; see trial_faults."""
+    """The errors of a small model in one process; see trial_faults."""
     name, length = type(twin.causal).__name__, 12
     ids = torch.arange(2 * length).view(2, length) % 7 + 3
     labels, count = ids.roll(-1, 1), 2.0 * length
@@ -524,7 +526,7 @@ def trial(twin: TransformersModel, documents: bool, stages: bool) -> Iterator[st
     logits = twin.causal(input_ids=ids, use_cache=False).logits.float()
     direct = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
     if not math.isclose(whole, direct, rel_tol=1e-4):
-        yield f"the loss of {name} is not that of the next tokens alone"
+        yield f"the loss of {name} is not the cross entropy of the next tokens"
     if documents:
         half = length // 2
         positions = torch.arange(length).expand(2, -1) % half
@@ -532,10 +534,10 @@ def trial(twin: TransformersModel, documents: bool, stages: bool) -> Iterator[st
         for part in (slice(0, half), slice(half, length)):
             losses.append(twin(ids[:, part], labels[:, part], num_labels=count).loss.item())
         if not math.isclose(packed, sum(losses), rel_tol=1e-4):
-            yield f"--documents separate: {name} lets documents of a row see each other"
+            yield f"--documents separate: in {name}, documents of a row attend to each other"
     if stages:
         depth = twin.config.num_hidden_layers
         first, last = twin.stage([0], True, False), twin.stage(range(1, depth), False, True)
         options: dict[str, Any] = {"labels": labels, "dropout": torch.zeros(1), "num_labels": count}
         if not math.isclose(last(first(ids, **options), **options).item(), whole, rel_tol=1e-5):
-            yield f"--pp: {name}, cut into stages, computes something else"
+            yield f"--pp: {name} computes another loss when it is cut into stages"

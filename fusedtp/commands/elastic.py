@@ -1,19 +1,19 @@
-"""--elastic: one run on however many ranks there are, and what a run does when torchrun starts its ranks again.
+"""--elastic: a run on a varying number of ranks, and how a run resumes after torchrun restarts its ranks.
 
-When a node is lost or joins, torchrun ends all ranks and starts them anew on what is there. tp and pp stay as they were
-configured, dp follows the number of ranks, and --accumulate makes up for it. A step is the same sequences in the same
-order, samples [accumulate, dp, rows] (data.py), and its loss is a mean over all its labels:
+When a node is lost or joins, torchrun stops all ranks and restarts them on the available nodes. tp and pp stay as
+configured, dp follows the number of ranks, and --accumulate compensates. A step has the same sequences in the same
+order, samples [accumulate, dp, rows] (data.py), and its loss is the mean over all its labels:
 
     4 ranks    --tp 2 --dp 2 --accumulate 1      [1, 2, 4]     of --batch 8
     2 ranks    --tp 2 --dp 1 --accumulate 2      [2, 1, 4]
     6 ranks    --tp 2 --dp 3                     refused: 8 sequences do not divide by 3; 4 ranks would do
 
-A rank never gets more rows at a time than it was configured for, so that activations fit; shards of parameters grow
-where ranks go. With --dp-replicate the shards stay and copies go.
+A rank never gets more rows per microbatch than it was configured for, so that activations fit. With fewer ranks, the
+shards of parameters grow; with --dp-replicate, the shards stay and there are fewer replicas.
 
-Ranks that are started again go on from the newest good checkpoint. That they are, and not the first ranks of a job that
-finds an older run in its folder, shows what is noted in the folder: the job's name, torchrun's --rdzv-id, and its
-agents, the torchrun of every machine. One of those must still be there: a later job may have the same name.
+Restarted ranks resume from the newest good checkpoint. They must be told apart from the first ranks of a new job that
+finds an older run in its folder. So the folder records the job's name, torchrun's --rdzv-id, and its agents, the
+torchrun process of every machine. At least one agent must still be the same, as a later job may have the same name.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from fusedtp.train.config import TrainConfig, faults
 from fusedtp.train.mesh import Place, World, torchrun_place
 from fusedtp.train.stages import pipeline_faults
 
-JOB = ".job"  # of a run's folder: the torchrun job that trains it, and its agents
-OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # for torchrun: every start of the ranks has a store of its own
-NEWS_SECONDS = 5.0  # in which torchrun's SIGTERM reaches all nodes, where it asks all to end
-PATIENCE = 30.0  # seconds that a rank which is started again waits for the one before it to let go of the folder
+JOB = ".job"  # in a run's folder: the torchrun job that trains it, and its agents
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # for torchrun: every start of the ranks gets its own store
+NEWS_SECONDS = 5.0  # seconds within which torchrun's SIGTERM reaches all nodes, if it ends the whole job
+PATIENCE = 30.0  # seconds that a restarted rank waits for its predecessor to release the folder
 
 
 class RanksLeft(RuntimeError):
-    """Other ranks were asked to end, this one was not: torchrun is to start it again on what remains."""
+    """Other ranks were asked to end and this one was not: torchrun should restart it on the remaining nodes."""
 
 
 # -- the mesh ----------------------------------------------------------------------------------------------------------
 
 
 def fit(config: TrainConfig, ranks: int) -> tuple[TrainConfig, list[str]]:
-    """The configuration on so many ranks, and what is wrong with it; then a number of ranks that fits is named too."""
+    """(the configuration on `ranks` ranks, its errors). Errors also suggest a number of ranks that works."""
     parallel = config.parallel
     found = []
     if not config.checkpoint.save:
-        found.append("--elastic with --no-save: there would be no checkpoint to go on from")
+        found.append("--elastic with --no-save: there would be no checkpoint to resume from")
     if parallel.tp is None or parallel.dp is None:
         found.append("--elastic lets --dp follow the ranks: give --tp, and the --dp of the whole job")
     if found:
@@ -66,7 +66,7 @@ def fit(config: TrainConfig, ranks: int) -> tuple[TrainConfig, list[str]]:
 
 
 def fitted(config: TrainConfig, ranks: int) -> TrainConfig:
-    """The configuration on so many ranks: dp, copies and accumulate. Raises ValueError where they cannot be."""
+    """The configuration with dp, dp_replicate and accumulate for `ranks` ranks. Raises ValueError if none fits."""
     parallel, data = config.parallel, config.data
     assert parallel.tp is not None and parallel.dp is not None
     unit, shards = parallel.pp * parallel.tp, parallel.dp // parallel.dp_replicate
@@ -76,8 +76,8 @@ def fitted(config: TrainConfig, ranks: int) -> TrainConfig:
     if copies > 1:
         if dp % shards:
             raise ValueError(
-                f"--elastic: {dp} data-parallel ranks are no whole copies of {shards} shards, which --dp "
-                f"{parallel.dp} --dp-replicate {copies} asks for"
+                f"--elastic: {dp} data-parallel ranks are not a multiple of the {shards} shards of --dp {parallel.dp} "
+                f"--dp-replicate {copies}"
             )
         copies = dp // shards
     pieces = parallel.dp * data.accumulate
@@ -90,7 +90,7 @@ def fitted(config: TrainConfig, ranks: int) -> TrainConfig:
         if not pipeline_faults(*schedule, layers=sys.maxsize, microbatches=accumulate):
             return found
     raise ValueError(
-        f"--elastic: --batch {data.batch} does not divide over {dp} data-parallel ranks in pieces of at most "
+        f"--elastic: --batch {data.batch} does not divide over {dp} data-parallel ranks in microbatches of at most "
         f"{data.batch / pieces:g} sequences"
     )
 
@@ -106,7 +106,7 @@ def _judged(config: TrainConfig, ranks: int) -> tuple[TrainConfig, list[str]]:
 
 
 def _that_fits(config: TrainConfig, ranks: int) -> str:
-    """In words: the most ranks below so many that fit, or the fewest above, up to those of the whole job."""
+    """A message with the largest number of ranks up to `ranks` that works, or else the smallest one above."""
     parallel = config.parallel
     assert parallel.tp is not None and parallel.dp is not None
     unit = parallel.pp * parallel.tp
@@ -127,28 +127,28 @@ def in_words(config: TrainConfig) -> str:
 
 
 def store_faults() -> list[str]:
-    """Why ranks could not be started again: torchrun would give them the addresses of those before them."""
+    """An error if ranks cannot be restarted because torchrun would give them the addresses of their predecessors."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return []
     return [
-        "--elastic: torchrun keeps one store for all starts of the ranks, and new ones would find those before them "
-        f"there (pytorch issue 135712): set {OWN_STORE}=1 in its environment, on all nodes"
+        "--elastic: torchrun shares one store between all starts of the ranks, so restarted ranks would find the "
+        f"addresses of the old ones (pytorch issue 135712): set {OWN_STORE}=1 in its environment, on all nodes"
     ]
 
 
-# -- ranks that are started again --------------------------------------------------------------------------------------
+# -- restarted ranks ---------------------------------------------------------------------------------------------------
 
 
 def job() -> str | None:
-    """Name of the torchrun job of this rank, which stays when ranks are started again; None where it has none."""
+    """Name of this rank's torchrun job, which stays the same across restarts; None if it has no name."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return None if name == "none" else name
 
 
 def agent(process: int | None = None) -> str:
-    """The agent that started a process, this one or another: its machine, boot, process and when that began.
+    """The agent that started a process (default: this one), as host name, boot id, process id and start time.
 
-    A script may lie between them: it has the job's name in its environment, which the agent has not.
+    A script may run between the two; its environment has the job's name, while the agent's has not.
     """
     process = parent(process or os.getpid())
     while process > 1 and f"TORCHELASTIC_RUN_ID={job()}".encode() in _of(process, "environ").split(b"\0"):
@@ -159,7 +159,7 @@ def agent(process: int | None = None) -> str:
 
 
 def parent(process: int) -> int:
-    """The process that started another one; 0 where that cannot be known."""
+    """The parent of a process; 0 if it is unknown."""
     after_its_name = _of(process, "stat").rpartition(b")")[2].split()
     return int(after_its_name[1]) if after_its_name else 0
 
@@ -172,12 +172,12 @@ def _of(process: int | str, file: str) -> bytes:
 
 
 def agents(world: World) -> list[str]:
-    """Those of all ranks. Collective."""
+    """The agents of all ranks. Collective."""
     return sorted(set(world.gather_objects(agent())))
 
 
 def note_job(folder: Path, agents: Sequence[str]) -> None:
-    """Leave the job's name and its agents with the run that it trains."""
+    """Record the job's name and its agents in the run's folder."""
     (folder / JOB).write_text(json.dumps({"job": job(), "agents": list(agents)}) + "\n")
 
 
@@ -185,13 +185,13 @@ def _noted(folder: Path) -> tuple[str | None, list[str]]:
     try:
         noted = json.loads((folder / JOB).read_text())
         return noted["job"], noted["agents"]
-    except (OSError, ValueError, KeyError, TypeError):  # of an older version
+    except (OSError, ValueError, KeyError, TypeError):  # none, or from an older version
         return None, []
 
 
 def started_again(folder: Path, agents: Sequence[str] = ()) -> bool:
-    """Whether ranks of this job have trained the run before. A job without a name is known by torchrun's count, which
-    does not count nodes that join. agents: of all ranks; default: this one's alone."""
+    """Whether ranks of this job have trained the run before. For a job without a name, torchrun's restart count tells,
+    which does not count nodes that join. agents: those of all ranks; default: only this rank's."""
     if (name := job()) is None:
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     before, known = _noted(folder)
@@ -199,24 +199,24 @@ def started_again(folder: Path, agents: Sequence[str] = ()) -> bool:
 
 
 def undecided(folder: Path) -> bool:
-    """Whether this machine has joined a job of this name, so that only all agents together know; see agreed."""
+    """Whether this machine may have joined a running job of this name; only all agents together can tell (agreed)."""
     place = torchrun_place() or Place()
     known = job() is not None and _noted(folder)[0] == job()
     return known and place.local_ranks < place.ranks and not started_again(folder)
 
 
 def taken(folder: Path, steps: Sequence[int]) -> str:
-    """Why a new run is refused."""
+    """The error of a new run in a folder with checkpoints."""
     return (
-        f"{folder} holds checkpoints up to step {max(steps)}: --resume goes on from there, --replace removes them, "
-        "another --name leaves them"
+        f"{folder} holds checkpoints up to step {max(steps)}: --resume continues from there, --replace removes them, "
+        "another --name keeps them"
     )
 
 
 def goes_on(config: TrainConfig, steps: Sequence[int], agents: Sequence[str] = ()) -> TrainConfig:
-    """The configuration with --resume where this rank is to go on from the checkpoints of these steps unasked."""
+    """The configuration, with --resume if this rank should resume from existing checkpoints without being asked."""
     run = config.run
-    if steps and started_again(run.folder, agents):  # what was asked of the first ranks has been done
+    if steps and started_again(run.folder, agents):  # --replace and --step applied to the first start only
         return replace(config, run=replace(run, resume=True, replace=False, step=None))
     if steps and config.parallel.elastic and not run.replace:
         return replace(config, run=replace(run, resume=True))
@@ -224,9 +224,9 @@ def goes_on(config: TrainConfig, steps: Sequence[int], agents: Sequence[str] = (
 
 
 def agreed(config: TrainConfig, steps: Sequence[int], world: World, agents: Sequence[str] = ()) -> TrainConfig:
-    """goes_on as the first rank sees the folder, on all ranks: a disk may show another one an older state.
+    """The result of goes_on on rank 0, for all ranks: other ranks may see an older state of a shared disk.
 
-    Raises ValueError, on all of them, where the folder is of another run.
+    Raises ValueError on all ranks if the folder belongs to another run.
     """
     found = goes_on(config, steps, agents).run if world.rank == 0 else config.run
     first = [found.resume, found.replace, 0 if found.step is None else found.step + 1, max(steps, default=0)]
@@ -238,15 +238,15 @@ def agreed(config: TrainConfig, steps: Sequence[int], world: World, agents: Sequ
 
 
 def because(about: Mapping[str, Any], world: World, folder: Path) -> str:
-    """Why ranks were started again, in words; empty where they were not."""
+    """Why ranks were restarted, as text; empty if they were not."""
     before = int(about.get("ranks", world.size))
     if before != world.size:
         return f"{before} ranks became {world.size}"
-    return "torchrun started the ranks again" if started_again(folder, agents(world)) else ""
+    return "torchrun restarted the ranks" if started_again(folder, agents(world)) else ""
 
 
 def moved(about: Mapping[str, Any], config: TrainConfig, world: World) -> str:
-    """Where a run goes on, if that is another mesh than its checkpoint's."""
+    """A message about the mesh of a resumed run, if it differs from the checkpoint's."""
     mesh = {"pp": world.pp, "dp": world.dp, "tp": world.tp}
     if about.get("mesh", mesh) == mesh:
         return ""

@@ -1,27 +1,26 @@
-"""`fusedtp train`, `finetune`, `warmup`: check everything, start the ranks, run one of them.
+"""`fusedtp train`, `finetune`, `warmup`: validate everything, start the ranks, run one rank.
 
-    fusedtp train ...            checks; then starts torchrun with one process a rank (none for a single rank)
-      fusedtp train ... (rank)   the run itself; also what a torchrun of the user's starts on every node
+    fusedtp train ...            validates; then starts torchrun with one process per rank (not for a single rank)
+      fusedtp train ... (rank)   the run itself; the user's own torchrun starts this on every node too
 
-What can be known before a process starts is checked before it and reported together: options, shapes, data, run folder.
+Options, shapes, data and the run folder are validated before any process starts, and all errors are reported together.
 
 Note [Warm-up]
-`fusedtp warmup`: compile once what a configuration needs, before many ranks need it at the same time.
+`fusedtp warmup`: compile the kernels of a configuration once, before many ranks compile them at the same time.
 
     TRITON_CACHE_DIR=/shared/triton fusedtp warmup OPTIONS      on one machine, with the options of `fusedtp train`
     TRITON_CACHE_DIR=/shared/triton torchrun ... -m fusedtp train OPTIONS
 
-What is compiled depends on the ranks that share a layer and on the shapes that one of them sees, not on how many
-layers, stages or copies there are. So one group of these ranks trains on microbatches of the same rows a
-model of one layer of each kind, with the trainer's own step and validation. Nothing is kept but the caches; the run's
-folder is not touched. The token files are built too. On a CPU nothing is compiled, and the step shows only that the
-configuration trains.
+The compiled kernels depend on the ranks that share a layer and on the shapes on one rank, not on the number of layers,
+stages or replicas. So one group of such ranks trains a model with one layer of each kind, on microbatches of the same
+size, with the trainer's own step and validation. Only the caches and the token files are kept; the run's folder is not
+touched. On CPU nothing is compiled, and the step only shows that the configuration trains.
 
 Note [Finetune]
-`fusedtp finetune`: `fusedtp train --model` with defaults for a short run on a model that is trained already.
+`fusedtp finetune`: `fusedtp train --model` with defaults for a short run on a pretrained model.
 
     --model llama --tp 2 --steps 30 --batch 8 --length 128 --weight-decay 0 --sample 0 --name finetune
-    --lr       5e-5 for all weights of a folder, else 2e-3
+    --lr       5e-5 to train all weights of a checkpoint folder, otherwise 2e-3
     --warmup   a tenth of the steps
     --out      the folder that `fusedtp checkpoints export` writes at the end
 """
@@ -103,11 +102,11 @@ OUTPUTS = (
     "metrics.jsonl", "summary.json", "loss.png", "config.json", "versions.json", "tensorboard", "experts.png",
     INCIDENTS, CHECKPOINTS, PIPELINE, SAVES, elastic.JOB, RANKS, HANG, "report.html", FLIGHT,
 )  # fmt: skip
-LOCK = ".lock"  # of a run's folder: held by the run that writes there, with its process in it
+LOCK = ".lock"  # in a run's folder: locked by the run that writes there; it contains its process id
 WRONG_USAGE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
-SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # of torchrun: seconds from SIGTERM to SIGKILL; its own default is 30
-ASKED = "FUSEDTP_OPTIONS_CHECKED"  # for ranks: who started them has looked at the options
-LAST_LINES = 20  # of the stderr of a rank that died without an exception
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # for torchrun: seconds from SIGTERM to SIGKILL; its own default is 30
+ASKED = "FUSEDTP_OPTIONS_CHECKED"  # tells ranks that the launching process has validated the options
+LAST_LINES = 20  # lines shown from the stderr of a rank that died without an exception
 
 
 def main(argv: list[str]) -> int:
@@ -116,14 +115,14 @@ def main(argv: list[str]) -> int:
 
 
 def _asked_before() -> bool:
-    """Whether another process of this command has started this one, and looked at the options."""
+    """Whether this process was started by another process of this command, which has validated the options."""
     return torchrun_place() is not None and ASKED in os.environ
 
 
 def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
-    """The same of what `argv` of that subcommand says."""
+    """Run the job or one rank of it, with options that are parsed from `argv` of a subcommand."""
     place = torchrun_place()
-    if asked.run.resume and (unread := saved_faults(asked.run.folder)):  # what else is wrong may follow from it
+    if asked.run.resume and (unread := saved_faults(asked.run.folder)):  # other errors may only follow from this one
         if place is None or place.local_rank == 0:
             report(unread, command)
         return WRONG_USAGE
@@ -151,7 +150,7 @@ def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
 
 
 def default_ranks(config: TrainConfig) -> int:
-    """The default number of ranks: two on CPU, one a GPU otherwise; at least one a pipeline stage."""
+    """The default number of ranks: pp x tp x dp if tp is given; otherwise two on CPU, one per GPU, divisible by pp."""
     pp = max(1, config.parallel.pp)
     if config.parallel.tp is not None:
         return max(1, pp * config.parallel.tp * (config.parallel.dp or 1))
@@ -160,7 +159,7 @@ def default_ranks(config: TrainConfig) -> int:
 
 
 def machine_faults(config: TrainConfig, dp: int, tp: int, ranks: int, local_ranks: int) -> list[str]:
-    """What this machine, its files or the number of started ranks cannot do."""
+    """Errors that come from this machine, its files or the number of started ranks."""
     found = []
     device = device_type(config.run.device)
     pp = config.parallel.pp
@@ -168,7 +167,9 @@ def machine_faults(config: TrainConfig, dp: int, tp: int, ranks: int, local_rank
         asked = (f"--pp {pp} x " if pp > 1 else "") + f"--dp {dp} x --tp {tp}"
         found.append(f"{asked} are {pp * dp * tp} ranks, but {ranks} were started")
     if device == "cuda" and torch.cuda.device_count() < local_ranks:
-        found.append(f"{local_ranks} ranks on a machine of {torch.cuda.device_count()} GPUs: use --device cpu or fewer")
+        found.append(
+            f"{local_ranks} ranks on a machine with {torch.cuda.device_count()} GPUs: use fewer ranks or --device cpu"
+        )
     engine = config.parallel.engine
     if engine in OF_KERNELS and device == "cpu" and not interpreting():
         found.append(
@@ -181,11 +182,11 @@ def machine_faults(config: TrainConfig, dp: int, tp: int, ranks: int, local_rank
 
 
 def checkpoint_faults(config: TrainConfig) -> list[str]:
-    """Whether there is nothing to resume, or something that a new run would replace."""
+    """Errors of --resume, --step and --replace: nothing to resume, or checkpoints that a new run would replace."""
     folder = config.run.folder / CHECKPOINTS
     steps = steps_in(folder)
     if config.parallel.elastic and config.run.replace and torchrun_place() and elastic.job() is None:
-        return ["--elastic with --replace: give torchrun an --rdzv-id, by which a restart knows its own checkpoints"]
+        return ["--elastic with --replace: give torchrun an --rdzv-id, so that a restart recognizes its checkpoints"]
     run = elastic.goes_on(config, steps).run
     if run.resume and (unread := saved_faults(run.folder)):
         return unread
@@ -194,16 +195,16 @@ def checkpoint_faults(config: TrainConfig) -> list[str]:
     if run.resume and not steps:
         return [f"--resume: {folder} holds no checkpoint"]
     if run.step is not None and run.resume and run.step not in steps:
-        return [f"--step {run.step}: {folder} has checkpoints of the steps {', '.join(map(str, steps))}"]
+        return [f"--step {run.step}: {folder} has only checkpoints of steps {', '.join(map(str, steps))}"]
     if steps and not run.resume and not run.replace:
         return [elastic.taken(run.folder, steps)]
     return resume_faults(config, [run.step] if run.step is not None else steps) if run.resume else []
 
 
 def resume_faults(config: TrainConfig, steps: Sequence[int], tokens: Path | None = None) -> list[str]:
-    """Why a run cannot go on from the newest of these checkpoints that can be read, as far as its about.json says.
+    """Why a run cannot resume from the newest readable one of these checkpoints, judging by its about.json.
 
-    tokens   if given, whether they are the checkpoint's is all that is looked at
+    tokens   if given, check only whether the checkpoint was trained on these token files
     """
     unread = []
     for step in reversed(steps):
@@ -221,9 +222,9 @@ def resume_faults(config: TrainConfig, steps: Sequence[int], tokens: Path | None
 
 
 def data_faults(config: TrainConfig) -> list[str]:
-    """What is wrong with the text itself, which is known when the token files are built; builds them."""
+    """Build the token files; return errors of the text itself, which are known only then."""
     if config.data.faults() or text_faults(config.data.data) or folder_faults(config.run.folder):
-        return []  # these are reported; without them there is nothing to build
+        return []  # already reported elsewhere; there is nothing to build
     try:
         tokens = prepare_data(config)
     except ValueError as error:
@@ -238,19 +239,19 @@ def data_faults(config: TrainConfig) -> list[str]:
 
 
 def folder_faults(folder: Path) -> list[str]:
-    """Why a folder could not be made and written, without making it."""
+    """Why a folder cannot be created and written; does not create it."""
     existing = folder.absolute()
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
-        return [f"cannot write the run to {folder}: {existing} is no folder"]
+        return [f"cannot write the run to {folder}: {existing} is not a folder"]
     if not os.access(existing, os.W_OK | os.X_OK):
         return [f"cannot write the run to {folder}: no permission to write in {existing}"]
     return []
 
 
 def replace_outputs(folder: Path) -> None:
-    """Make the run folder and remove what an earlier run of this name wrote; other files stay."""
+    """Create the run folder and remove the outputs of an earlier run of this name; other files stay."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in OUTPUTS:
         path = folder / name
@@ -261,7 +262,7 @@ def replace_outputs(folder: Path) -> None:
 
 
 def prepare_data(config: TrainConfig) -> Path:
-    """Folder of the token files, built if need be; raises ValueError where the text is too short."""
+    """Folder of the token files, built if necessary. Raises ValueError if the text is too short."""
     data = config.data
     quiet = (torchrun_place() or Place()).local_rank != 0
     folder = build_tokens(data.data, config.run.runs / ".tokens", data.vocabulary, quiet)
@@ -270,7 +271,7 @@ def prepare_data(config: TrainConfig) -> Path:
 
 
 def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command: str = "train") -> int:
-    """This process's part of the job. A failure is printed, and handed to torchrun where that started us."""
+    """Run this rank. A failure is printed, and passed to torchrun if it started this process."""
     handler, place = get_error_handler(), torchrun_place() or Place()
     try:
         if device_type(config.run.device) == "cuda":
@@ -306,7 +307,7 @@ def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command:
         if place.ranks == 1:
             note_incident(config.run.folder, str(error), END)
         told = (VerificationFailed, NotFinite, RankHung, ValueError, CheckpointError, elastic.RanksLeft)
-        follows = isinstance(error, PeerDied) or closed_by_a_peer(error)  # from the end of another rank
+        follows = isinstance(error, PeerDied) or closed_by_a_peer(error)  # caused by another rank
         if not isinstance(error, told) and not (follows and torchrun_place() is not None):
             traceback.print_exc()
         elif torchrun_place() is None:
@@ -316,7 +317,7 @@ def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command:
 
 
 def held_faults(folder: Path) -> list[str]:
-    """Whether another run writes into the folder now; see sole_writer."""
+    """An error if another run is writing to the folder; see sole_writer."""
     try:
         with open(folder / LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -331,8 +332,8 @@ def held_faults(folder: Path) -> list[str]:
 
 @contextmanager
 def sole_writer(folder: Path, patience: float = 0.0) -> Iterator[None]:
-    """Hold a run's folder for this process. Raises ValueError where another one does, after so many seconds, and where
-    it cannot be made; a killed process holds nothing."""
+    """Lock a run's folder for this process; the lock of a killed process is released. Raises ValueError if another
+    process still holds it after `patience` seconds, or if the folder cannot be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / LOCK, "a+")
@@ -363,17 +364,17 @@ def launch(
 ) -> int:
     """Start `ranks` processes of a subcommand on this machine through torchrun and wait for them.
 
-    folder         of the run, which notes why it failed
-    max_restarts   how often all are started again when one has died
+    folder         folder of the run, where incidents are recorded
+    max_restarts   how often to restart all ranks after one has died
     """
     from torch.distributed import run as torchrun
 
-    logger = logging.getLogger("torch.distributed.elastic")  # the ranks say what is wrong
+    logger = logging.getLogger("torch.distributed.elastic")  # silenced: the ranks report their errors
     logger.setLevel(logging.ERROR if max_restarts and folder is not None else logging.CRITICAL)
     logger.propagate, logger.handlers = False, [] if folder is None else [_Restarts(folder, max_restarts)]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
-    # A thread that waits leaves its core to ranks and to whoever else is here. Those of libgomp spin by default: where
-    # other work kept both cores busy, that stretched a second of the reference to a minute.
+    # Waiting threads should free their cores for other ranks and processes. libgomp's threads spin by default: on two
+    # cores with other load, that slowed the reference down from a second to a minute.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ |= {elastic.OWN_STORE: "1", ASKED: "1"}
     os.environ.setdefault(SHUTDOWN, "3600")  # a step and its save may take long; --timeout ends ranks that hang
@@ -399,7 +400,7 @@ def launch(
 
 
 class _Restarts(logging.Handler):
-    """Notes which rank ended, each time that torchrun starts all ranks again. torchrun says so only in its log."""
+    """Records which rank ended each time torchrun restarts all ranks, which torchrun reports only in its log."""
 
     FORMAT = "failed (exitcode: %s) local_rank: %s"  # torch.distributed.elastic.multiprocessing.api
 
@@ -424,9 +425,9 @@ def _end_of(code: int) -> str:
 def describe_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> str:
     """The rank that failed first, how it ended, and its error.
 
-    failures   of ranks, in the order in which torchrun saw them end
-    A rank that is killed records no error. Its peers may record theirs before torchrun sees it; those that do not
-    notice are ended by torchrun's SIGTERM. One that hangs is killed when another has said so.
+    failures   failures by rank, in the order in which torchrun saw them end
+    A killed rank records no error. Its peers may record theirs before torchrun notices; the others are ended by
+    torchrun's SIGTERM. A rank that hangs is killed after another rank has reported it.
     """
     first = next(iter(failures))
 
@@ -452,7 +453,7 @@ def describe_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> str:
 
 
 def _recorded(failure: ProcessFailure) -> str | None:
-    """The message of the exception that a rank recorded (run_rank); None where it died without one."""
+    """The message of the exception that a rank recorded (run_rank); None if it died without one."""
     if not Path(failure.error_file).is_file():
         return None
     message = failure.error_file_data["message"]
@@ -460,7 +461,7 @@ def _recorded(failure: ProcessFailure) -> str | None:
 
 
 def as_asked(faults: list[str], argv: list[str]) -> list[str]:
-    """Faults that name options as `argv` does."""
+    """The messages with the option names that `argv` uses: --microbatches or --accumulate."""
     other = any(word.partition("=")[0] == "--microbatches" for word in argv)
     return [fault.replace("--accumulate", "--microbatches") if other else fault for fault in faults]
 
@@ -472,7 +473,7 @@ def report(faults: list[str], command: str = "train") -> None:
 
 # -- fusedtp warmup ----------------------------------------------------------------------------------------------------
 
-WARMUP = "Compile what a configuration of fusedtp train needs, before many ranks need it at the same time."
+WARMUP = "Compile the kernels of a fusedtp train configuration once, before many ranks compile them at the same time."
 CACHES = {"TRITON_CACHE_DIR": "kernels", "TORCHINDUCTOR_CACHE_DIR": "attention with a mask of blocks"}
 
 
@@ -483,7 +484,7 @@ def warmup_main(argv: list[str]) -> int:
     _, tp = layout(config, here, here)
     found = faults(config, config.parallel.dp or 1, tp)
     if config.parallel.tp is None and config.parallel.dp is not None:
-        found.append("give --tp: with --dp alone it depends on the ranks of the whole job")
+        found.append("give --tp: with --dp alone, tp depends on the number of ranks of the whole job")
     if not found:
         config = of_one_group(config, tp)
         dp = config.parallel.dp or 1
@@ -510,11 +511,11 @@ def warmup_main(argv: list[str]) -> int:
 
 
 def of_one_group(config: TrainConfig, tp: int) -> TrainConfig:
-    """The least that has all shapes of this configuration: the ranks that share a layer, a layer of each kind."""
+    """The smallest configuration with all shapes of this one: the ranks that share a layer, a layer of each kind."""
     model, data, parallel, run = config.model, config.data, config.parallel, config.run
     dp = (parallel.ep or tp) // tp
     dense = min(1, model.dense_layers) if model.experts else 0
-    pieces = 1 if parallel.pp > 1 else data.accumulate  # a validation takes them at once where there are no stages
+    pieces = 1 if parallel.pp > 1 else data.accumulate  # without stages, a validation is not split into microbatches
     rows = data.batch // (data.accumulate * (parallel.dp or 1))
     return replace(
         config,
@@ -522,12 +523,12 @@ def of_one_group(config: TrainConfig, tp: int) -> TrainConfig:
         data=replace(data, batch=rows * dp * pieces, accumulate=pieces, val_batches=1),
         optim=replace(config.optim, steps=1),
         parallel=replace(parallel, pp=1, tp=tp, dp=dp, dp_replicate=1, elastic=False),
-        run=replace(run, replace=True, resume=False, step=None),  # of a run that is there, nothing counts
+        run=replace(run, replace=True, resume=False, step=None),  # ignore an existing run
     )
 
 
 def warm_step(config: TrainConfig, tokens: Path, world: World) -> None:
-    """One step of a model that is thrown away, and a validation."""
+    """One training step and a validation of a model that is then discarded."""
     torch.manual_seed(config.run.seed)
     model, pipeline = build_stages(config, world)
     batches = batches_of(config, tokens, world)
@@ -535,17 +536,17 @@ def warm_step(config: TrainConfig, tokens: Path, world: World) -> None:
 
 
 def entries() -> dict[str, int]:
-    """Entries of each compiler's cache that the environment names."""
+    """Number of entries in each compiler cache that the environment names."""
     folders = {name: Path(os.environ[name]) for name in CACHES if name in os.environ}
     return {name: len(list(path.iterdir())) if path.is_dir() else 0 for name, path in folders.items()}
 
 
 def warmed(config: TrainConfig, world: World, before: dict[str, int], seconds: float) -> str:
-    """What was done, and what a job will find."""
+    """A message about the step that was trained, and the new cache entries."""
     rows, length = config.data.batch // (world.dp * config.data.accumulate), config.data.length
     did = (
         f"trained one step, {rows} x {length} tokens at a time, on {world.size} ranks, {config.model.layers} layers, "
-        f"in {seconds:.1f} s; the token files are there"
+        f"in {seconds:.1f} s; the token files are built"
     )
     if world.device.type == "cpu":
         return did + ("" if config.blocks.compile else "; on a CPU there is nothing to compile")
@@ -554,7 +555,7 @@ def warmed(config: TrainConfig, world: World, before: dict[str, int], seconds: f
         if name in before:
             lines.append(f"{what}: {entries()[name] - before[name]} new entries in {os.environ[name]}")
         else:
-            lines.append(f"{what}: set {name} to a folder that all machines share; now each has a cache of its own")
+            lines.append(f"{what}: set {name} to a folder that all machines share; without it, each has its own cache")
     return "\n".join(lines)
 
 
@@ -590,7 +591,7 @@ def finetune_main(argv: list[str]) -> int:
     if code or config.out is None or place.rank or _asked_before():
         return code
     if ended_in_order(config.run.folder):  # by a signal, before the last step
-        print(f"not all steps are trained: {config.out} is not written")
+        print(f"not all steps were trained: {config.out} is not written")
         return code
     try:
         return runs.export(runs.CheckpointsOptions("export", config.run.folder, config.out))
@@ -600,7 +601,7 @@ def finetune_main(argv: list[str]) -> int:
 
 
 def parse_finetune(argv: list[str]) -> FinetuneConfig:
-    """A command line, with the defaults that depend on it: with --resume, what the run of that name had."""
+    """Parse a command line. Some defaults depend on it: --lr, --warmup, and with --resume the options of that run."""
     first = _parse_finetune(argv, FINETUNE)
     trained = Path(first.foreign.model or "").is_dir() and not first.foreign.lora
     optim = dataclasses.replace(FINETUNE.optim, lr=5e-5 if trained else 2e-3, warmup=max(1, first.optim.steps // 10))
@@ -611,7 +612,7 @@ def parse_finetune(argv: list[str]) -> FinetuneConfig:
 
 
 def _out_of(folder: Path) -> Path | None:
-    """Where the run of a folder writes its trained model, as far as its config.json says."""
+    """The --out of the run in a folder, from its config.json; None if there is none."""
     with suppress(OSError, ValueError, AttributeError):
         out = json.loads((folder / CONFIG).read_text()).get("out")
         return Path(out) if out else None

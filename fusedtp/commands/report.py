@@ -1,14 +1,14 @@
-"""`fusedtp report runs/NAME`: the run as one HTML page, which needs neither a network nor a script.
+"""`fusedtp report runs/NAME`: the run as one self-contained HTML page, without scripts or network access.
 
-It reads what the run has written so far, so that it serves a run that goes on, one that failed, and one that is done:
+It reads the files written so far, so it works for running, failed and finished runs:
 
     metrics.jsonl      curves of loss, speed, learning rate, norm, memory
     ranks.jsonl        each rank's time by kind, and what bounds a step
-    pipeline.json      a recorded step of a pipeline, as a Gantt picture
+    pipeline.json      a recorded step of a pipeline, as a Gantt chart
     saves.jsonl        checkpoints
     incidents.jsonl, hang.json, config.json, versions.json, summary.json
 
-Pictures are SVG whose colours follow the reader's light or dark scheme.
+Charts are SVG; colours follow the reader's light or dark colour scheme.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ PASSES = {
     "F": ("forward", "#4c78d8"), "B": ("backward", "#3ca951"), "I": ("backward of inputs", "#45b5a5"),
     "W": ("backward of weights", "#e8a513"),
 }  # fmt: skip
-MOST_POINTS = 400  # of a curve; more are drawn as their means, in a band from least to most
+MOST_POINTS = 400  # per curve; longer curves are drawn as means, in a band from minimum to maximum
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
 def short(value: float) -> str:
-    """Four digits at most, with k, M, G for thousands."""
+    """A number with at most four digits, with k, M, G for thousands."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
         if abs(value) >= size:
             scaled = value / (size if unit != "k" else 1e3)
@@ -56,9 +56,9 @@ def short(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About so many round numbers in a range."""
+    """About `count` round numbers in a range."""
     rough = (high - low) / count
-    if not rough > 1e-300:  # no range, or one whose steps have no logarithm
+    if not rough > 1e-300:  # an empty range, or steps too small for a logarithm
         return [low]
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * each for each in (1, 2, 2.5, 5, 10) if size * each >= rough * 0.999)
@@ -71,7 +71,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of a chart. name: in its legend. dots: draw the points too."""
+    """A curve of a chart. name: its name in the legend. dots: draw the points too."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -80,7 +80,7 @@ class Curve:
 
 
 def chart(title: str, curves: Sequence[Curve], form: Callable[[float], str] = short, zero: bool = False) -> str:
-    """A figure of curves over steps. zero: the axis begins there. Says so where there is nothing to draw."""
+    """A figure of curves over steps, with a note if there are no points. zero: the y axis starts at 0."""
     curves = [Curve(c.name, [p for p in c.points if _finite(p[1])], c.colour, c.dots) for c in curves]
     curves = [curve for curve in curves if curve.points]
     if not curves:
@@ -128,7 +128,7 @@ def chart(title: str, curves: Sequence[Curve], form: Callable[[float], str] = sh
 def thinned(
     points: Sequence[tuple[float, float]],
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float, float]]]:
-    """(points, none) of a short curve; of a long one means of equal stretches, and (x, least, most) of each."""
+    """(points, band): the points of a short curve and []; for a long one, means and (x, min, max) of equal parts."""
     if len(points) <= MOST_POINTS:
         return list(points), []
     size = -(-len(points) // MOST_POINTS)
@@ -167,7 +167,7 @@ def _finite(value: Any) -> bool:
 
 
 def bars(readings: Sequence[Reading], hosts: Sequence[str]) -> str:
-    """A bar for each rank: its time of a step by kind, the mean of all readings."""
+    """A bar per rank: its mean time per step by kind, over all readings."""
     steps = sum(reading.steps for reading in readings)
     ranks = readings[-1].ranks
     table = [
@@ -202,13 +202,13 @@ def bars(readings: Sequence[Reading], hosts: Sequence[str]) -> str:
 
 
 def waiting(reading: Reading, kind: str) -> float:
-    """The mean share of a step that ranks waited in this way; NaN where it is not measured."""
+    """Mean share of a step that ranks spent in this kind of wait; NaN if it is not measured."""
     total = sum(sum(value for value in values if not math.isnan(value)) for values in reading.mean.values())
     return sum(reading.mean[kind]) / total if total else math.nan
 
 
 def gantt(recorded: Mapping[str, Any]) -> str:
-    """The passes of a pipeline's step: a lane a rank, a box a pass with its microbatch; later stages are paler."""
+    """The passes of a pipeline step: a lane per rank, a box per pass with its microbatch; later stages are paler."""
     actions = recorded["actions"]
     if not actions:
         return '<p class="none">no pass was recorded</p>'
@@ -248,7 +248,7 @@ def gantt(recorded: Mapping[str, Any]) -> str:
 
 
 def page(folder: Path) -> str:
-    """The HTML of a run's folder. Raises ValueError where it holds no run."""
+    """The HTML of a run's folder. Raises ValueError if it holds no run."""
     config = _json(folder / CONFIG)
     records = json_lines(folder / METRICS)
     if not config and not records:
@@ -288,7 +288,7 @@ def page(folder: Path) -> str:
 
 
 def read_ranks(folder: Path) -> tuple[list[Reading], list[str]]:
-    """Readings of all ranks, and their hosts. Of a run that was resumed: those of the steps that count."""
+    """(readings of all ranks, their hosts); drops those of repeated steps and of another number of ranks."""
     found: list[Reading] = []
     hosts: list[str] = []
     for line in json_lines(folder / RANKS):
@@ -323,17 +323,17 @@ def _tiles(
     if validations:
         found.append(("validation loss", _number(validations[-1])))
     if speeds:
-        found.append(("tokens a second, median", short(speeds[len(speeds) // 2])))
+        found.append(("tokens per second, median", short(speeds[len(speeds) // 2])))
         found.append(("time in steps", duration(sum(record["seconds"] for record in steps))))
     if readings:
-        found.append(("memory, most of a rank", as_bytes(int(max(readings[-1].memory)))))
+        found.append(("peak memory of a rank", as_bytes(int(max(readings[-1].memory)))))
     if summary.get("parameters"):
         found.append(("parameters", short(summary["parameters"])))
     if summary.get("verified") is not None:
         found.append(("equal to one process", "yes" if summary["verified"] else "NO"))
     left_out = sum(record.get("grad_norm") is None for record in steps)
     if left_out:
-        found.append(("steps left out", str(left_out)))
+        found.append(("steps skipped", str(left_out)))
     return "".join(f"<div><b>{value}</b><span>{escape(name)}</span></div>" for name, value in found)
 
 
@@ -367,7 +367,7 @@ def _charts(steps: Sequence[Any], records: Sequence[Any], readings: Sequence[Rea
         ]
     return [
         chart("Loss", [Curve("training", of("loss")), Curve("validation", validation, COLOURS["pp_wait"], dots=True)]),
-        chart("Tokens a second", [Curve("", of("tokens_per_second"), COLOURS["data"])], zero=True),
+        chart("Tokens per second", [Curve("", of("tokens_per_second"), COLOURS["data"])], zero=True),
         chart("Learning rate", [Curve("", of("lr"), COLOURS["dp_wait"])], zero=True),
         chart("Norm of the gradients", [Curve("", of("grad_norm"), COLOURS["tp_wait"])], zero=True),
         chart(
@@ -376,7 +376,7 @@ def _charts(steps: Sequence[Any], records: Sequence[Any], readings: Sequence[Rea
             lambda value: f"{value:.0%}",
             zero=True,
         ),
-        chart("Most memory of each rank", memory, lambda value: as_bytes(int(value))),
+        chart("Peak memory of each rank", memory, lambda value: as_bytes(int(value))),
     ]  # fmt: skip
 
 
@@ -386,7 +386,7 @@ def _incidents(folder: Path) -> str:
     for number, line in enumerate(found):
         following = found[number + 1]["what"] if number + 1 < len(found) else ""
         if line["what"] in following and line["what"] != following:
-            continue  # who started the ranks notes what they said once more
+            continue  # the launcher records the message of a rank again
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"]))
         rows.append(f"<tr><td class='when'>{when}<td>{escape(line['what'])}")
     told = _table("<th>time<th>what happened", rows) if rows else '<p class="none">none</p>'
@@ -488,7 +488,7 @@ details{margin:8px 0}summary{cursor:pointer;color:var(--soft)}.none{color:var(--
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Write a run as one HTML page, also while it goes on."""
+    """Write a report of a run as one HTML page; the run may still be in progress."""
 
     run: tyro.conf.Positional[Path]
     """Folder of the run, such as runs/main."""

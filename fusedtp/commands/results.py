@@ -1,7 +1,7 @@
-"""What a run leaves: metrics.jsonl, TensorBoard events, the screen, plots, and a summary.
+"""The outputs of a run: metrics.jsonl, TensorBoard events, the screen, plots, and a summary.
 
 Every rank keeps the records of its steps; only rank 0 has sinks. A record is a flat dict with "step" and
-either the step's numbers or "val_loss". A number that this device does not measure is None.
+either the step's numbers or "val_loss". A number that is not measured on this device is None.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 METRICS = "metrics.jsonl"
-EVENTS_AGAIN = 60.0  # seconds after TensorBoard's events could not be written
+EVENTS_AGAIN = 60.0  # seconds until the next try after TensorBoard's events could not be written
 
 
 def screen(quiet: bool) -> Console:
-    """The terminal, or a log of fixed width."""
+    """A console for the terminal, or with a fixed width for a log."""
     return Console(quiet=quiet, width=None if sys.stdout.isatty() else 110)
 
 
@@ -51,7 +51,7 @@ def sinks_for(
     earlier: Sequence[dict[str, Any]] = (),
     first: int = 0,
 ) -> tuple[Sink, ...]:
-    """All sinks on rank 0, none elsewhere. earlier: records to keep; first: the step that is trained next."""
+    """All sinks on rank 0, none on other ranks. earlier: records to keep; first: the next step to train."""
     if world.rank:
         return ()
     folder = config.run.folder
@@ -63,12 +63,12 @@ def sinks_for(
 
 
 def records_of(folder: Path) -> list[dict[str, Any]]:
-    """What JsonLines has written."""
+    """The records that JsonLines has written."""
     return [record for record in json_lines(folder / METRICS) if isinstance(record.get("step"), int)]
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of lines; what a kill or a full disk has cut is left out. None where there is no file."""
+    """The objects in a file of lines; skips lines that a kill or a full disk has cut. Empty if there is no file."""
     found = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
@@ -81,7 +81,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonLines:
-    """One JSON object a line, readable while the run goes on; null for what is not finite."""
+    """One JSON object per line, readable during the run; null for numbers that are not finite."""
 
     def __init__(self, path: Path, earlier: Sequence[dict[str, Any]] = ()) -> None:
         draft = path.with_suffix(".draft")
@@ -96,17 +96,17 @@ class JsonLines:
         self._lines.append(record)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to do: no file is kept open."""
 
 
 class Events:
-    """TensorBoard events: a curve for every number. What cannot be written is said, and left out: a run goes on."""
+    """TensorBoard events: a curve for every number. If writing fails, the events are lost and the run continues."""
 
     def __init__(self, folder: Path, first: int = 0) -> None:
         self.folder, self.first = folder, first
         self.loads: list[dict[str, Any]] = []
         self.writer: SummaryWriter | None = None
-        self._failed = -math.inf  # when, by the clock
+        self._failed = -math.inf  # time of the last failure
         self._try(lambda writer: writer.flush())
 
     def write(self, record: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ class Events:
         self._try(end)
 
     def _try(self, action: Callable[[SummaryWriter], None]) -> None:
-        """With a writer: a new one some time after one has failed, since its thread has ended."""
+        """Call `action` with a writer; EVENTS_AGAIN after a failure, with a new one, since its thread has ended."""
         from torch.utils.tensorboard import SummaryWriter
 
         if self.writer is None and time.monotonic() - self._failed < EVENTS_AGAIN:
@@ -143,12 +143,12 @@ class Events:
         except OSError as error:
             if self._failed == -math.inf:
                 why = f"{self.folder} could not be written: {error.strerror or error}"
-                print(f"{why}; its curves lack some steps, {METRICS} has the same numbers", file=sys.stderr)
+                print(f"{why}; its curves lack some steps, but {METRICS} has the same numbers", file=sys.stderr)
             self.writer, self._failed = None, time.monotonic()
 
 
 class Screen:
-    """A progress bar on a terminal; where there is none, a line for every tenth of the steps."""
+    """A progress bar on a terminal; otherwise a line for every tenth of the steps."""
 
     def __init__(self, steps: int, console: Console) -> None:
         self.steps, self.console = steps, console
@@ -188,9 +188,9 @@ class Screen:
 
 
 def pipeline_in_words(recorded: Mapping[str, Any]) -> str:
-    """Such as: step 3, 1f1b, 2 stages on 2 ranks: 812 ms, idle 42%; its order of passes alone 20%.
+    """For example: step 3, 1f1b, 2 stages on 2 ranks: 812 ms, idle 42%; its order of passes alone 20%.
 
-    recorded: as in pipeline.json. Those of older runs lack the last share.
+    recorded: the contents of pipeline.json. Files of older runs lack the last share.
     """
     actions = [Action(*each) for each in recorded["actions"]]
     stages, ranks = (len({action[place] for action in actions}) for place in (1, 0))
@@ -203,7 +203,7 @@ def pipeline_in_words(recorded: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Such as 1 h 02 min, 3 min 20 s, 4.2 s, 12 ms."""
+    """For example 1 h 02 min, 3 min 20 s, 4.2 s, 12 ms."""
     if seconds >= 3600:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02} min"
     if seconds >= 60:
@@ -211,7 +211,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
 
-# -- what is left of a run ---------------------------------------------------------------------------------------------
+# -- the end of a run --------------------------------------------------------------------------------------------------
 
 
 def summarize(
@@ -222,9 +222,9 @@ def summarize(
     parameters: int,
     verification: Verification | None,
 ) -> dict[str, Any]:
-    """The run in numbers. tokens_per_second and wait_share leave out the first step, which warms up.
+    """The contents of summary.json. tokens_per_second and wait_share exclude the first step, which warms up.
 
-    wait_share is None where waiting is not measured.
+    wait_share is None if waiting is not measured.
     """
     steps, tokens = metrics.steps[1:] or metrics.steps, config.data.batch * config.data.length
     seconds = sum(record["seconds"] for record in steps)
@@ -261,13 +261,13 @@ def summarize(
 
 
 def layout_in_words(world: World) -> str:
-    """Such as: 2 pipeline x 1 data parallel x 2 tensor parallel."""
+    """For example: 2 pipeline x 1 data parallel x 2 tensor parallel."""
     pipeline = f"{world.pp} pipeline x " if world.pp > 1 else ""
     return f"{pipeline}{world.dp} data parallel x {world.tp} tensor parallel"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file whole: a kill leaves what was there before."""
+    """Write a file atomically: after a kill, the old contents are still there."""
     draft = path.with_name(f"{path.name}.draft")
     with open(draft, "w") as file:
         file.write(json.dumps(value, indent=1) + "\n")
@@ -309,7 +309,7 @@ def show(console: Console, summary: dict[str, Any], verification: Verification |
         "ranks": f"{summary['layout']}, {summary['device']}, {summary['dtype']}",
     }
     if summary["skipped"] is not None:
-        rows["fp16"] = f"loss scale {summary['loss_scale']:g}, {summary['skipped']} steps left out: they overflowed"
+        rows["fp16"] = f"loss scale {summary['loss_scale']:g}, {summary['skipped']} steps skipped because of overflow"
     rows |= {
         name: ", ".join(f"{engine} x {count:,}" for engine, count in engines.items())
         for name, engines in summary["engines"].items()
@@ -322,28 +322,28 @@ def show(console: Console, summary: dict[str, Any], verification: Verification |
 
 
 def _nats(loss: float | None) -> str:
-    """None where a file of records lacks it: it was not finite, or the line was lost."""
+    """A loss as text; None (not finite, or its line was lost) as a question mark."""
     return "?" if loss is None else f"{loss:.3f}"
 
 
 def show_sample(console: Console, prompt: str, written: str) -> None:
-    """A held-out prompt and what the model made of it."""
+    """Print a held-out prompt and the model's continuation."""
     text = Text(_printable(prompt), style="dim")
     text.append(_printable(written), style="bold")
     console.print(Panel(text, title="prompt from held-out text (dim) and sample", title_align="left"))
 
 
 def _printable(text: str) -> str:
-    """The end of a file as a line's end; what a terminal would act on as a question mark."""
+    """NUL (the end of a document) becomes a newline, and control characters become U+FFFD."""
     characters = text.replace("\0", "\n")
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters)
 
 
-# -- the load of experts, drawn ----------------------------------------------------------------------------------------
+# -- plots of the expert load -----------------------------------------------------------------------------------------
 
 
 def heat_map(steps: Sequence[dict[str, Any]]) -> Figure:
-    """Every layer's load over the steps: an expert's share of the choices, 1 where all are alike."""
+    """Each layer's load over the steps: an expert's share of the choices, relative to an even share (1)."""
     from matplotlib.figure import Figure
 
     load = torch.tensor([record["expert_load"] for record in steps], dtype=torch.float64)  # [steps, layers, E]

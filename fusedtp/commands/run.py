@@ -1,18 +1,18 @@
-"""A whole run on one rank: build, resume, train, verify, sample, and leave the results.
+"""A whole run on one rank: build, resume, train, verify, sample, and write the results.
 
 Note [Determinism]
---determinism: two runs on the same machines give the same losses, bit for bit.
+--determinism: two runs on the same machines give bitwise the same losses.
 
-    what could differ                           what keeps it
-    order of sums inside torch's operations     torch.use_deterministic_algorithms; one that has no such form raises
+    source of differences                       fixed by
+    order of sums inside torch's operations     torch.use_deterministic_algorithms; raises if there is no such form
     split of cuBLAS matmuls                     CUBLAS_WORKSPACE_CONFIG
     NCCL's sums inside a switch                 NCCL_ALGO=^NVLS
-    order of sums over ranks                    fused operations sum in rank order, always
-    engines and kernel configurations           chosen by shapes and by tables on disk, never by a time of the run
-    random numbers, order of tokens             drawn from the seed and the step, always
+    order of sums over ranks                    fused operations always sum in rank order
+    engines and kernel configurations           chosen by shapes and by tables on disk, never by timings during the run
+    random numbers, order of tokens             always drawn from the seed and the step
 
-It does not cover another number of ranks or threads, another kind of device, other versions, other tables. Set before
-the first operation on a GPU: both variables are read once, and what the environment has already is left as it is.
+This does not hold across another number of ranks or threads, another kind of device, other versions or other tables.
+Must be set before the first operation on a GPU, because both variables are read once; existing values are kept.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ PROMPT_TOKENS = 160
 INCIDENTS, PIPELINE, SAVES = "incidents.jsonl", "pipeline.json", "saves.jsonl"
 IN_ORDER = "ended in order"
 BEGIN, END = "begin", "end"  # kinds of incidents
-WITHOUT_A_WORD = "the run before ended without a word"
+WITHOUT_A_WORD = "the previous run ended without a message"
 
 
 def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | None = None) -> None:
-    """Train as configured; rank 0 writes the run folder. Raises VerificationFailed last, when all is written.
+    """Train as configured; rank 0 writes the run folder. Raises VerificationFailed after all results are written.
 
-    asked   the configuration before it was fitted to the ranks that are there, which is what config.json keeps
+    asked   the configuration before it was fitted to the available ranks; config.json stores this one
     """
     data, folder, console = config.data, config.run.folder, screen(quiet=world.rank != 0)
     batches = batches_of(config, tokens, world)
@@ -126,14 +126,14 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         if world.rank == 0:
             note_incident(folder, IN_ORDER, END)
             if config.checkpoint.save and not config.parallel.elastic:
-                say("--resume goes on from there")
+                say("--resume continues from there")
         if config.parallel.elastic and saver is not None and not saver.asked(elastic.NEWS_SECONDS):
             raise elastic.RanksLeft("ranks of another node were asked to end, and the run was saved")
         return
     engines = world.engine_calls()
     prompt = batches.prompt(PROMPT_TOKENS)
     written = None
-    if pipeline is None and config.run.sample:  # of a pipeline `fusedtp generate` writes, from the checkpoint
+    if pipeline is None and config.run.sample:  # for a pipeline, use `fusedtp generate` on the checkpoint
         written = sample(model, prompt, config.run.sample, length=data.length, seed=config.run.seed)
     verification = None
     if config.run.verify and changed:
@@ -145,7 +145,7 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         )
         verification = verify(config, tokens, metrics.steps, world)
     if world.rank == 0 and not metrics.steps:
-        say(f"no step is trained, and {METRICS} holds none: there is nothing to sum up")
+        say(f"no step was trained, and {METRICS} holds none: there is nothing to summarize")
     elif world.rank == 0:
         summary = summarize(config, world, metrics, engines, parameters, verification)
         write_json(folder / "summary.json", summary)
@@ -159,16 +159,16 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         console.print(f"written to {folder}", highlight=False)
     world.wait_for_all()
     if verification is not None and not verification.passed:
-        raise VerificationFailed("the parallel run is not the run of one process: " + verification.in_words())
+        raise VerificationFailed("the parallel run differs from the run of one process: " + verification.in_words())
 
 
 def record_step(pipeline: Pipeline, config: TrainConfig, world: World, console: Console) -> None:
-    """Have a step of the run recorded in its folder, as --record-step says, and its idle share said."""
+    """Record the step of --record-step in the run's folder, and print its idle share."""
 
     def tell(actions: Sequence[Action]) -> None:
         if world.rank == 0:
             found: dict[str, Any] = {"step": step, "schedule": pipeline.schedule, "actions": actions}
-            with suppress(ValueError):  # an order that cannot be played ends no run
+            with suppress(ValueError):  # an order that deadlocks in the simulation should not end the run
                 found["idle"], found["ideal"] = shares(actions, pipeline.ran)
             try:
                 write_json(path, found)
@@ -183,7 +183,7 @@ def record_step(pipeline: Pipeline, config: TrainConfig, world: World, console: 
 
 
 def batches_of(config: TrainConfig, tokens: Path, world: World) -> Batches:
-    """What this rank trains on."""
+    """This rank's batches."""
     data = config.data
     return Batches(
         tokens,
@@ -244,7 +244,7 @@ def saver_of(
     tell: Callable[[str], None],
     say: Callable[[str], None] = print,
 ) -> Saver | None:
-    """What saves this run as its options say, or loads it alone; None where neither is asked for."""
+    """The Saver of this run; Loads, which only loads, for --resume --no-save; None if neither is needed."""
     options = config.checkpoint
     if not options.save and not config.run.resume:
         return None
@@ -277,7 +277,7 @@ def saver_of(
 
 
 class Loads(Saver):
-    """Of a run that is resumed with --no-save: no checkpoint is written or removed. SIGTERM still ends it in order."""
+    """The Saver of a run resumed with --no-save: writes and removes no checkpoint. SIGTERM still ends it in order."""
 
     def after(self, step: int, state: TrainingState, last: bool) -> bool:
         (stop,) = self.world.largest([self.asked()])
@@ -289,9 +289,9 @@ class Loads(Saver):
 def resume(
     trainer: Trainer, config: TrainConfig, tokens: Path, console: Console
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Put the trainer where the run's checkpoint left it. Collective.
+    """Load the run's checkpoint into the trainer. Collective.
 
-    Returns the records of the steps up to there, and the options on which these depend that have been others since.
+    Returns (records of the steps before it, options that these steps depend on and that have changed since).
     """
     assert trainer.saver is not None
     checkpoints, folder = trainer.saver.checkpoints, config.run.folder
@@ -322,7 +322,7 @@ def resume(
 
 
 def changed_options(config: TrainConfig, about: Mapping[str, Any]) -> list[str]:
-    """Options that steps depend on, of those that a resumed run may change: the optimizer's, the batch, the dtypes."""
+    """The options that a resumed run has changed and that affect its steps: optimizer, batch size, dtypes."""
     plain, before, found = config.to_dict(), about["config"], []
     for part, names in {
         "optim": plain["optim"], "data": ["batch"], "run": ["dtype"], "parallel": ["param_dtype", "reduce_dtype"],
@@ -333,7 +333,7 @@ def changed_options(config: TrainConfig, about: Mapping[str, Any]) -> list[str]:
 
 
 def misfits(config: TrainConfig, about: Mapping[str, Any]) -> list[str]:
-    """Why a checkpoint cannot be gone on from with this configuration: another model, fewer steps."""
+    """Why a run with this configuration cannot resume from a checkpoint: another model, fewer steps."""
     plain, found = config.to_dict(), []
     before = about.get("config")
     if not isinstance(before, dict):
@@ -350,31 +350,31 @@ def misfits(config: TrainConfig, about: Mapping[str, Any]) -> list[str]:
             if was != value:
                 found.append(f"--{name.replace('_', '-')} was {was}, now it is {value}")
     if int(about["step"]) > config.optim.steps:
-        found.append(f"the checkpoint is of step {about['step']}; --steps {config.optim.steps} is less")
+        found.append(f"the checkpoint is of step {about['step']}, but --steps is only {config.optim.steps}")
     return found
 
 
 def note_save(folder: Path, saved: Saved) -> None:
-    """Append a checkpoint that is on disk to the run's saves."""
+    """Record a checkpoint that is on disk in the run's saves.jsonl."""
     line = {"step": saved.step, "bytes": saved.size, "blocked": saved.blocked, "seconds": saved.seconds}
     Lines(folder / SAVES).append(line | {"time": time.time()})
 
 
 def other_tokens(tokens: Path, about: Mapping[str, Any]) -> list[str]:
-    """Whether a checkpoint was trained on other token files than these."""
+    """An error if a checkpoint was trained on other token files than these."""
     if about.get("tokens", tokens.name) == tokens.name:
         return []
-    return ["the files of --data, or its tokenizer, are others than they were"]
+    return ["the files of --data or the tokenizer have changed"]
 
 
 def note_incident(folder: Path, what: str, kind: str = "") -> None:
-    """Append a line to the run's incidents. kind: BEGIN of ranks that go on, or END."""
+    """Append a line to the run's incidents. kind: BEGIN when ranks resume a run, END when they end, or empty."""
     if folder.is_dir():
         Lines(folder / INCIDENTS).append({"time": time.time(), "what": what, "kind": kind})
 
 
 def how_it_ended(folder: Path) -> str:
-    """What ended the ranks before, as it was noted; empty where it was not."""
+    """Why the previous ranks ended, from the incidents; empty if it was not recorded."""
     for line in reversed(json_lines(folder / INCIDENTS)):
         if line.get("kind") in (BEGIN, END):
             return str(line["what"]) if line["kind"] == END else ""
@@ -382,11 +382,11 @@ def how_it_ended(folder: Path) -> str:
 
 
 def ended_in_order(folder: Path) -> bool:
-    """Whether the run's last ranks saved and ended when they were asked to."""
+    """Whether the run's last ranks saved and ended on request."""
     return how_it_ended(folder) == IN_ORDER
 
 
-# -- what the model is worth -------------------------------------------------------------------------------------------
+# -- validation and samples --------------------------------------------------------------------------------------------
 
 TEMPERATURE = 0.8
 
@@ -398,7 +398,7 @@ def validation_loss(
     pipeline: Pipeline | None = None,
     pieces: int = 1,
 ) -> float:
-    """Mean loss in nats a token over this rank's batches, in `pieces` each, then over the data-parallel ranks."""
+    """Mean loss in nats per token over this rank's batches, in `pieces` each, then over the data-parallel ranks."""
     model.eval()
     losses, left, count = [], iter(batches), 0
     with torch.no_grad():
@@ -415,7 +415,7 @@ def validation_loss(
 def go_on(
     model: Model, tokens: torch.Tensor, size: int, *, temperature: float, seed: int, max_context: int
 ) -> torch.Tensor:
-    """tokens [1, P] and `size` more, drawn from the model; one of transformers ends where a document does."""
+    """tokens [1, P] and `size` more, drawn from the model; a model of transformers stops at a document's end."""
     options: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_context": max_context}
     if isinstance(model, CausalLM):
         return generate(model, tokens, size, **options)
@@ -423,11 +423,11 @@ def go_on(
 
 
 def sample(model: Model, prompt: list[int], size: int, *, length: int, seed: int) -> list[int]:
-    """`size` tokens that the model continues `prompt` with, seeing at most `length` at a time."""
+    """`size` tokens that continue `prompt`, with a context of at most `length` tokens."""
     device = next(model.parameters()).device
     tokens = torch.tensor([prompt], device=device)
     if isinstance(model, FSDPModule):
-        model.unshard()  # writing calls parts of the model, around the hooks of its forward
+        model.unshard()  # generation calls parts of the model and bypasses the hooks of its forward
     tokens = go_on(model, tokens, size, temperature=TEMPERATURE, seed=seed, max_context=length)
     if isinstance(model, FSDPModule):
         model.reshard()
@@ -442,7 +442,7 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS"}
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Within, this process runs nothing that could give other bits in another run, if that is wanted."""
+    """If `wanted`, make this process bitwise reproducible in this context; see Note [Determinism]."""
     if not wanted:
         yield
         return

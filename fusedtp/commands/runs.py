@@ -1,9 +1,9 @@
-"""What can be done with a run that was saved: look at its checkpoints, take its model elsewhere, let it write.
+"""Commands for saved runs: list, verify and export checkpoints, and generate text.
 
-fusedtp checkpoints list RUN            steps, sizes, when
+fusedtp checkpoints list RUN            steps, sizes, times
 fusedtp checkpoints verify RUN          hash every file
-fusedtp checkpoints export RUN FOLDER   a folder of transformers', with safetensors
-fusedtp generate --run RUN PROMPT
+fusedtp checkpoints export RUN FOLDER   write a transformers folder with safetensors
+fusedtp generate --run RUN PROMPT       continue a text
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from fusedtp.train.mesh import World
 
 
 def load_model(run: Path, step: int | None = None, device: str | torch.device = "cpu") -> tuple[Model, TrainConfig]:
-    """The model of a run's newest good checkpoint, or of that of `step`, whole in this process.
+    """The whole model in this process, from a run's newest good checkpoint or the one of `step`.
 
-    Raises CheckpointError where there is none that can be read.
+    Raises CheckpointError if no checkpoint can be read.
     """
     folder, refused = run / CHECKPOINTS, []
     steps = steps_in(folder)
     if step is not None and steps and step not in steps:
-        raise CheckpointError(f"{folder} holds no step {step}; it holds {', '.join(map(str, steps))}")
+        raise CheckpointError(f"{folder} has no checkpoint of step {step}; it has steps {', '.join(map(str, steps))}")
     for candidate in [step] if step is not None else reversed(steps):
         path = path_of(folder, candidate)
         if faults := faults_of(path):
@@ -80,11 +80,11 @@ class CheckpointsOptions:
     out: tyro.conf.Positional[Path | None] = None
     """export: the folder to write."""
     step: int | None = None
-    """That checkpoint alone; default: all, and of export the newest good one."""
+    """Use only the checkpoint of this step; default: all, for export the newest good one."""
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 1 where a checkpoint is not good."""
+    """Returns the exit code: 1 if a checkpoint is not good."""
     options = tyro.cli(CheckpointsOptions, prog="fusedtp checkpoints", args=argv)
     folder = options.run / CHECKPOINTS
     steps = steps_in(folder) if options.step is None else [options.step]
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
 
 
 def show(folder: Path, steps: list[int]) -> int:
-    """A table of the checkpoints; what cannot be read says so."""
+    """Print a table of the checkpoints, with an error for those that cannot be read."""
     table = Table("step", "size", "files", "written", "ranks")
     for step in steps:
         path = path_of(folder, step)
@@ -117,7 +117,7 @@ def show(folder: Path, steps: list[int]) -> int:
 
 
 def verify(folder: Path, steps: list[int]) -> int:
-    """Hash all files; 1 if one is not what was written."""
+    """Hash all files; returns 1 if any has changed or is missing."""
     found = []
     for step in steps:
         faults = faults_of(path_of(folder, step))
@@ -129,14 +129,14 @@ def verify(folder: Path, steps: list[int]) -> int:
 
 
 def export(options: CheckpointsOptions) -> int:
-    """The model as transformers saves it."""
+    """Write the model in the format of transformers."""
     from fusedtp.parallel import to_transformers
     from fusedtp.parallel.pretrained import read_generation_config
 
     if options.out is None:
         raise ValueError("export needs the folder to write: fusedtp checkpoints export RUN FOLDER")
     if options.out.exists() and not options.out.is_dir():
-        raise ValueError(f"{options.out} is no folder")
+        raise ValueError(f"{options.out} is not a folder")
     model, config = load_model(options.run, options.step)
     tokenizer = None
     if config.data.tokenizer is not None:
@@ -147,12 +147,12 @@ def export(options: CheckpointsOptions) -> int:
     if isinstance(model, CausalLM):
         to_transformers(model, options.out, **ids)
     else:
-        if has_weights(config):  # ends, and how tokens are drawn
+        if has_weights(config):  # end ids and sampling options
             read_generation_config(model.causal, config.foreign.model, {"local_files_only": True})
         for each in filter(None, (model.hf.config, getattr(model.hf, "generation_config", None))):
             for name, value in ids.items():
                 setattr(each, name, value)
-        model.hf.save_pretrained(options.out)  # of adapters these alone
+        model.hf.save_pretrained(options.out)  # saves only adapters if there are any
     if tokenizer is not None:
         tokenizer.save_pretrained(options.out)
     print(f"written to {options.out}")
@@ -160,7 +160,7 @@ def export(options: CheckpointsOptions) -> int:
 
 
 def special_ids(config: TrainConfig, tokenizer: Any) -> dict[str, Any]:
-    """The ids that begin, end and fill up a text, by their fields' names; none where the model's own stay."""
+    """The bos, eos and pad ids by the names of their fields; empty if the model keeps its own."""
     data, source = config.data, Path(config.foreign.model or "")
     if config.foreign.model is not None and source.exists() and (data.tokenizer == source or data.vocab_size):
         return {}
@@ -174,33 +174,33 @@ def special_ids(config: TrainConfig, tokenizer: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Let the model of a run go on with a text."""
+    """Continue a text with the model of a run."""
 
     prompt: tyro.conf.Positional[str]
-    """What it goes on with; of a run with --vocab-size token ids, separated by spaces."""
+    """The text to continue; for a run with --vocab-size, token ids separated by spaces."""
     run: Path = Path("runs/main")
     """Folder of the run."""
     step: int | None = None
-    """Its checkpoint of this step; default: the newest good one."""
+    """Use the checkpoint of this step; default: the newest good one."""
     tokens: int = 200
-    """How many it writes."""
+    """Number of tokens to generate."""
     temperature: float = 0.8
-    """Of the draw; 0 takes the likeliest token."""
+    """Sampling temperature; 0 takes the most likely token."""
     seed: int = 0
-    """Of the draw."""
+    """Seed for sampling."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print {"prompt", "text"} instead of the text."""
 
     def faults(self) -> list[str]:
-        """What is wrong with the options themselves."""
+        """Errors of the options, as messages."""
         found = [] if self.tokens >= 1 else [f"--tokens {self.tokens} must be at least 1"]
         if not 0 <= self.temperature < math.inf:
-            found.append(f"--temperature {self.temperature} must be a number from 0 on")
+            found.append(f"--temperature {self.temperature} must be at least 0 and finite")
         return found
 
 
 def generate_main(argv: list[str]) -> int:
-    """Returns the exit code: 2 where an option is wrong, 1 where the run cannot write."""
+    """Returns the exit code: 2 if an option is wrong, 1 if the run cannot generate."""
     options = tyro.cli(GenerateOptions, prog="fusedtp generate", args=argv)
     for line in (wrong := options.faults()):
         print(f"fusedtp generate: error: {line}", file=sys.stderr)
@@ -210,7 +210,7 @@ def generate_main(argv: list[str]) -> int:
         model, config = load_model(options.run, options.step)
         tokenizer = config.data.vocabulary
         ids = tokenizer.encode(options.prompt.encode())
-        ids = ids[:-1] if tokenizer.end is not None else ids  # the text goes on
+        ids = ids[:-1] if tokenizer.end is not None else ids  # without the end id: the text continues
         if not len(ids):
             raise ValueError("the prompt has no token")
         found = go_on(

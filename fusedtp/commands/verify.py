@@ -1,26 +1,26 @@
-"""--verify: the first steps again in one plain process, and how far the run is from them.
+"""--verify: repeat the first steps in one plain process, and compare the run with them.
 
 The reference is the same class, never parallelized: no process group, no fused operation, torch's AdamW and
 torch's clipping, on the same parameters (seed, name) and batches (seed, step).
 
 Note [What rounding may cause]
-Both runs compute the same sums in another order, and training carries the difference on: how far, depends on the
-model, the learning rate and the step. So it is measured. The reference runs a second time, shaken: before every step
-each parameter is multiplied by 1 + d or 1 - d at random, d being the unit roundoff u of the working precision (half a
-unit in the last place, the most that a rounding changes), but at least 2^-23, since parameters are fp32 and move by
-whole units. A matmul that rounds is an exact one of slightly changed weights, so this is a run with other roundings and
-nothing else different. With s(t) its difference from the reference, the parallel run may differ from the reference in
+The two runs compute the same sums in different orders, and training amplifies the difference. By how much depends on
+the model, the learning rate and the step, so it is measured. The reference runs a second time, shaken: before every
+step, each parameter is multiplied by 1 + d or 1 - d at random. d is the unit roundoff u of the working precision (half
+a unit in the last place, the largest change by rounding), but at least 2^-23, since parameters are fp32 and change by
+whole units. A rounded matmul equals an exact one with slightly changed weights, so this run differs from the reference
+only in its roundings. If s(t) is its difference from the reference, the parallel run may differ from the reference in
 step t by
 
     u + sqrt(n k) v + 4 max(s(0), ..., s(t))        relative, for the loss and for the gradient's norm
 
-n = 2 (8 layers + 4) operations forward and backward sum up to k = max(tokens, widths) terms in fp32, with unit
-roundoff v = 2^-24; taken as independent, these roundings add as a random walk does, and they are there in step 0 too,
-where s may come out as nothing. The factor 4 pays for s being one draw, and for activations and partial sums that are
-rounded too.
+n = 2 (8 layers + 4) operations in forward and backward sum up to k = max(tokens, widths) terms in fp32, with unit
+roundoff v = 2^-24. If these roundings are independent, they add up like a random walk. They are present in step 0 too,
+where s may be zero. The factor 4 allows for s being a single sample, and for the rounding of activations and partial
+sums.
 
-A step whose bound is above LARGEST proves nothing and is not compared, nor are those after it, and the verdict says
-so. That depends on the two reference runs alone: no fault of the parallel run can make it come about.
+A step with a bound above LARGEST proves nothing. It and all later steps are not compared, and the verdict says so. The
+bound depends only on the two reference runs, so an error of the parallel run cannot cause this.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ ROUNDOFF = {name: torch.finfo(dtype).eps / 2 for name, dtype in DTYPES.items()}
 SHAKE = {dtype: max(unit, torch.finfo(torch.float32).eps) for dtype, unit in ROUNDOFF.items()}
 SPREAD, LARGEST = 4.0, 0.05
 QUANTITIES = ("loss", "grad_norm")
-Numbers = dict[str, float]  # of a step: its quantities
+Numbers = dict[str, float]  # the quantities of a step
 
 
 class VerificationFailed(RuntimeError):
-    """The parallel run is not the run of one process."""
+    """The parallel run differs from the run of one process."""
 
 
 @dataclass(frozen=True)
 class Verification:
     """The largest differences over the compared steps.
 
-    steps, of                  steps that were compared, and that were asked for
+    steps, of                  number of steps compared, and requested
     max_loss_difference        absolute, nats/byte
     max_grad_norm_difference   relative
-    share_of_bound             the largest difference as a share of what rounding may cause in its step
+    share_of_bound             the largest difference, relative to the bound of its step
     """
 
     steps: int
@@ -79,12 +79,12 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether steps were compared and rounding explains all differences; it does not explain a NaN."""
+        """Whether steps were compared and rounding explains all differences; a NaN fails."""
         return self.steps > 0 and self.share_of_bound <= 1
 
     def in_words(self) -> str:
         if not self.steps:
-            return f"NOT COMPARED: in the first step already, rounding alone may cause more than {LARGEST:.0%}"
+            return f"NOT COMPARED: rounding alone may cause more than {LARGEST:.0%} even in the first step"
         verdict = "equal" if self.passed else "NOT EQUAL"
         if self.steps < self.of:
             verdict += f" in {self.steps} of {self.of} steps (after them rounding may cause over {LARGEST:.0%})"
@@ -95,13 +95,13 @@ class Verification:
 
 
 def coarsest(config: TrainConfig) -> str:
-    """The dtype with the largest roundoff that a number meets between the loss and a parameter."""
+    """The dtype with the largest roundoff between the loss and a parameter."""
     met = (config.run.dtype, config.parallel.param_dtype, config.parallel.reduce_dtype)
     return max(met, key=lambda name: ROUNDOFF[name])
 
 
 def rounding(config: TrainConfig) -> float:
-    """Relative difference that the roundings of one step explain, whatever the steps before it did."""
+    """Relative difference that the roundings of a single step explain, regardless of earlier steps."""
     model, data = config.model, config.data
     layers, width = model.layers, max(model.width, model.mlp_width)
     if config.foreign.model is not None:
@@ -112,7 +112,7 @@ def rounding(config: TrainConfig) -> float:
 
 
 def differences(ours: Sequence[dict[str, Any]], reference: Sequence[Numbers]) -> Tensor:
-    """|our / their - 1| of every step and quantity, fp64 [steps, 2]."""
+    """|ours / reference - 1| of every step and quantity, fp64 [steps, 2]; 0 if both overflowed."""
     mine, theirs = (
         torch.tensor([[_number(record[name]) for name in QUANTITIES] for record in records], dtype=torch.float64)
         for records in (ours, reference)
@@ -122,12 +122,12 @@ def differences(ours: Sequence[dict[str, Any]], reference: Sequence[Numbers]) ->
 
 
 def _number(value: float | None) -> float:
-    """As it was before metrics.jsonl, which has null for what is not finite."""
+    """A number from metrics.jsonl, where null stands for a value that is not finite."""
     return math.inf if value is None else value
 
 
 def bounds(config: TrainConfig, reference: Sequence[Numbers], shaken: Sequence[Numbers]) -> Tensor:
-    """What rounding may cause in every step, fp64 [compared steps, 2]; see Note [What rounding may cause]."""
+    """The bound of every step, fp64 [compared steps, 2]; see Note [What rounding may cause]."""
     bound = rounding(config) + SPREAD * differences(shaken, reference).cummax(0).values
     fine = (bound <= LARGEST).all(1)
     return bound[: int(fine.cumprod(0).sum())]
@@ -139,7 +139,7 @@ def compare(
     reference: Sequence[Numbers],
     shaken: Sequence[Numbers],
 ) -> Verification:
-    """Differences between the records of a run and those of one process, step by step."""
+    """Compare the records of a run with those of one process, step by step."""
     assert len(ours) == len(reference) == len(shaken)
     bound = bounds(config, reference, shaken)
     steps = len(bound)
@@ -161,9 +161,9 @@ def reference_steps(
 ) -> list[Numbers]:
     """Loss and gradient norm of the first steps, trained in this process alone.
 
-    shaken   change every parameter by what a rounding may change, before every step
-    follow   the run's records. With fp16 its loss scales are taken over and the steps that it left out are left out:
-             gradients just below the largest number may overflow in another order of summation
+    shaken   change every parameter by a rounding before every step
+    follow   the run's records. With fp16, use its loss scales and skip the steps that it skipped: gradients just below
+             the largest number may overflow in another order of summation
     """
     data, options, scale = config.data, for_batch(config.optim, config.data.batch), loss_scale_of(config)
     batches = Batches(
@@ -208,7 +208,7 @@ def shake_(model: nn.Module, relative: float, generator: torch.Generator) -> Non
 
 
 def verify(config: TrainConfig, tokens: Path, records: Sequence[dict[str, Any]], world: World) -> Verification | None:
-    """Compare a run's records with the reference: on rank 0, with all cores, while the others wait."""
+    """Compare a run's records with the reference on rank 0, with all cores, while the other ranks wait."""
     result = None
     if world.rank == 0:
         threads = torch.get_num_threads()

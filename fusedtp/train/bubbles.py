@@ -1,18 +1,18 @@
-"""What share of a pipeline's step its ranks are idle: as it was recorded, and by its order of passes alone.
+"""Idle share (bubble) of a pipeline step: measured in a recorded step, and implied by the order of passes alone.
 
-`ideal` plays the passes of all ranks with given costs and no communication: a pass begins when its rank has ended the
-one before, and when what it needs is there,
+`ideal` simulates the passes of all ranks with given costs and no communication. A pass begins when its rank has
+finished the previous one and its dependencies are done,
 
     F, stage s    F of stage s - 1
     B or I        F of the stage, and B or I of stage s + 1
     W             I of the stage
 
-for the same microbatch. B is a whole backward pass, I its inputs' part, W its weights' part. The order is torch's own:
-its list, or for GPipe and 1F1B that in which a recorded step ran. DualPipeV has pairs of F and B that are meant to
-overlap; torch runs one behind the other, and sends what F made when both are done.
+for the same microbatch. B is a whole backward pass, I its dgrad, W its wgrad. The order is torch's own: its list of
+actions, or for GPipe and 1F1B the order of a recorded step. DualPipeV has pairs of F and B that are meant to overlap;
+torch runs them one after the other, and sends the output of F when both are done.
 
-`shares` takes the costs from the step itself: the mean of each kind of pass of each stage. What a step is idle beyond
-that, it spends on sends and receives, and because passes of one kind are not equally long.
+`shares` takes the costs from the step itself: the mean of each kind of pass of each stage. Idle time beyond the ideal
+comes from sends and receives, and from passes of one kind that differ in length.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from fusedtp.train.stages import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 
 KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)
 Pass = tuple[str, int, int]  # kind, stage, microbatch
-Together = tuple[Pass, ...]  # what they make is sent when the last of them is done
-Orders = Mapping[int, Sequence[Together]]  # of each rank
-Cost = Callable[[str, int], float]  # seconds of a kind of pass of a stage
+Together = tuple[Pass, ...]  # outputs are sent when the last pass of the tuple is done
+Orders = Mapping[int, Sequence[Together]]  # rank -> its passes in order
+Cost = Callable[[str, int], float]  # (kind, stage) -> seconds of such a pass
 
 # -- orders ------------------------------------------------------------------------------------------------------------
 
 
 def recorded_order(actions: Sequence[Action]) -> Orders:
-    """That of a recorded step."""
+    """The order of passes in a recorded step."""
     found: dict[int, list[Together]] = {}
     for action in sorted(actions, key=lambda action: (action.rank, action.begin)):
         found.setdefault(action.rank, []).append(((action.kind, action.stage, action.microbatch),))
@@ -43,7 +43,7 @@ def recorded_order(actions: Sequence[Action]) -> Orders:
 
 
 def order_of(schedule: Any) -> Orders | None:
-    """That of a schedule of torch with several stages a rank, which has one for all ranks; None for others."""
+    """The order of passes in a torch schedule with several stages per rank; None for other schedules."""
     if not isinstance(schedule, PipelineScheduleMulti):
         return None  # torch 2.13's list of 1F1B lacks a forward of the last rank
     every = schedule.pipeline_order
@@ -59,11 +59,11 @@ def _pass(action: Any) -> Pass:
     return str(action.computation_type.value), int(action.stage_index), int(action.microbatch_index)
 
 
-# -- their theory ------------------------------------------------------------------------------------------------------
+# -- the ideal step ----------------------------------------------------------------------------------------------------
 
 
 def play(orders: Orders, cost: Cost) -> float:
-    """Seconds of a step without communication. Raises ValueError for an order that gets stuck."""
+    """Seconds of a step without communication. Raises ValueError for an order that deadlocks."""
     last = max(stage for _, stage, _ in _passes(orders))
     ends: dict[Pass, float] = {}  # B stands for I too
     at, free = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0.0)
@@ -106,7 +106,7 @@ def _needs(kind: str, stage: int, microbatch: int, last: int) -> list[Pass]:
 
 
 def ideal(orders: Orders, cost: Cost) -> tuple[float, float]:
-    """(share of a step that ranks are idle, seconds of the step). Raises ValueError as `play` does."""
+    """(idle share of a step, seconds of the step). Raises ValueError like `play`."""
     seconds = play(orders, cost)
     work = sum(cost(kind, stage) for kind, stage, _ in _passes(orders))
     return 1 - work / (seconds * len(orders)) if seconds else 0.0, seconds
@@ -116,7 +116,7 @@ def ideal(orders: Orders, cost: Cost) -> tuple[float, float]:
 
 
 def measured(actions: Sequence[Action]) -> tuple[float, float]:
-    """(share that ranks are idle, seconds) of a recorded step, from its first action to the end of its last.
+    """(idle share, seconds) of a recorded step, from its first action to the end of its last.
 
     Raises ValueError for no actions.
     """
@@ -127,7 +127,7 @@ def measured(actions: Sequence[Action]) -> tuple[float, float]:
 
 
 def mean_cost(actions: Sequence[Action]) -> Cost:
-    """What a pass of a kind and a stage took in a recorded step, on average over its microbatches."""
+    """Mean seconds of a pass in a recorded step, by kind and stage, over its microbatches."""
     took: dict[tuple[str, int], list[float]] = {}
     for action in actions:
         took.setdefault((action.kind, action.stage), []).append(action.end - action.begin)
@@ -136,10 +136,10 @@ def mean_cost(actions: Sequence[Action]) -> Cost:
 
 
 def shares(actions: Sequence[Action], schedule: Any = None) -> tuple[float, float]:
-    """(share of a recorded step that ranks were idle, the same by its order of passes and their mean costs alone).
+    """(idle share of a recorded step, idle share implied by its order of passes and their mean costs alone).
 
-    schedule: torch's, which knows pairs of passes. Its list counts where it names just what ran. Raises ValueError for
-    no actions, and for an order that gets stuck.
+    schedule: torch's schedule, which knows pairs of passes. Its order is used if it lists exactly the passes that ran.
+    Raises ValueError for no actions, and for an order that deadlocks.
     """
     orders, ran = order_of(schedule), recorded_order(actions)
     if orders is None or sorted(_passes(orders)) != sorted(_passes(ran)):

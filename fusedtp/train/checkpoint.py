@@ -1,19 +1,20 @@
-"""Checkpoints that are whole or not there, verified when they are read, and written while training goes on.
+"""Checkpoints: written atomically in the background of training, verified when they are read.
 
     folder/
-      step-00000040/                  it gets this name last, when every file below is on disk
-        __0_0.distcp ..., .metadata   of torch.distributed.checkpoint: each rank's part, which ranks of any mesh read
-        about.json                    step, format, number of ranks, and what the caller adds
+      step-00000040/                  gets this name last, when every file below is on disk
+        __0_0.distcp ..., .metadata   torch.distributed.checkpoint: one part per rank, readable by ranks of any mesh
+        about.json                    step, format, number of ranks, and entries of the caller
         manifest.json                 size and SHA-256 of every other file
       .draft-00000080/                being written
       .old-00000020/                  being removed
-      aside-00000120/                 newer than the one that a run was resumed from
+      aside-00000120/                 newer than the checkpoint that a run was resumed from
 
 Note [What a kill leaves]
-A draft becomes a checkpoint by one rename, after all ranks have written and fsynced their files and the first rank has
-fsynced the manifest and the folder. A checkpoint that is to go is renamed before its first file is removed. So whatever
-is called step-* is whole, whenever the process died; the next run removes the other folders. Disks and people damage
-files later: reading hashes all of them first, each rank its share, and goes back to the newest checkpoint that is good.
+One rename turns a draft into a checkpoint, after all ranks have written and fsynced their files and the first rank has
+fsynced the manifest and the folder. To remove a checkpoint, the folder is renamed before its first file is deleted. So
+every folder named step-* is complete, no matter when a process was killed; the next run removes the .draft-* and .old-*
+folders. Files may still be damaged later. So `load` first hashes all files, split over the ranks, and falls back to the
+newest good checkpoint.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fusedtp.train.mesh import World
 
-FORMAT = 1  # of about.json and of what state dicts hold; older ones load, newer ones are refused
+FORMAT = 1  # version of about.json and of the state dicts; older versions load, newer ones are refused
 ABOUT, MANIFEST = "about.json", "manifest.json"
 _STEP, _DRAFT, _OLD, _ASIDE, _SUMS = "step-", ".draft-", ".old-", "aside-", ".sums-"
-_FRAME = 2048  # bytes
+_FRAME = 2048  # allowance in bytes for what torch.save adds to an item
 _PIECE = 1 << 22  # bytes hashed at a time
-# An older stager (`make gpu` takes the torch that is there) is closed after one state; later ones keep its memory.
+# Before 2.13 a stager is closed after one state; later ones reuse its memory. `make gpu` uses the installed torch.
 _STAGES_ONCE = torch.__version__ < "2.13"
 
 
@@ -68,27 +69,27 @@ class CheckpointError(RuntimeError):
 
 
 class Stateful(Protocol):
-    """What torch.distributed.checkpoint saves: nested dicts of tensors (DTensors too) and plain values.
+    """An object whose state torch.distributed.checkpoint saves: nested dicts of tensors, DTensors and plain values.
 
-    A `wanted(keys)` that it may have gives the state_dict that a checkpoint with these keys is read into.
+    Optionally, `wanted(keys)` returns the state_dict to load a checkpoint with these keys into.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-# -- what a run is -----------------------------------------------------------------------------------------------------
+# -- state of a run ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class TrainingState:
-    """Everything that the next step depends on: weights, optimizer, random numbers, and `parts` (step, data, ...).
+    """Everything that the next step depends on: weights, optimizer, RNG states, and `parts` (step, data, ...).
 
-    rank, ranks   of the job; default: torch.distributed's
-    optional      parts that an older checkpoint may lack; they then stay as they are
+    rank, ranks   this rank and the number of ranks; default: those of torch.distributed
+    optional      parts that an older checkpoint may lack; they then keep their current state
 
-    Random numbers are kept by rank. On another number of ranks they are drawn anew, from (seed, step, rank): dropout of
-    fusedtp.nn depends on neither. So is the state of a part that is an iterable, a loader; see OfRank.
+    RNG states are saved per rank. On another number of ranks the generators are seeded from (seed, step, rank) instead;
+    dropout of fusedtp.nn uses neither. The state of a part that is an iterable, a loader, is per rank too; see OfRank.
     """
 
     model: nn.Module
@@ -103,7 +104,7 @@ class TrainingState:
         parts, state = {name: part.state_dict() for name, part in self._parts().items()}, self.optimizer.state
         unmade = next((p for group in self.optimizer.param_groups for p in group["params"] if not state), None)
         if unmade is not None:
-            state[unmade] = {}  # of an optimizer without any state torch makes it, by a step that counts
+            state[unmade] = {}  # if the state is empty, torch would create it by an optimizer step that counts
         try:
             return self._found(parts)
         finally:
@@ -122,9 +123,9 @@ class TrainingState:
         }
 
     def wanted(self, keys: Collection[str]) -> dict[str, Any]:
-        """What a checkpoint with these keys is read into: there is a place for the state of every trained parameter.
+        """The state_dict to load a checkpoint with these keys into, with optimizer state of every trained parameter.
 
-        Left out are optional parts that it lacks, and the state of parameters of which it has none at all.
+        It omits optional parts that the checkpoint lacks, and the optimizer state of parameters that have none in it.
         """
         parts = {}
         for name, part in self._parts().items():
@@ -141,7 +142,7 @@ class TrainingState:
         return found
 
     def _by_parameter(self, keys: Iterable[str]) -> dict[str, list[str]]:
-        """Of an optimizer's flat keys, state.PARAMETER.ENTRY, the entries of each parameter."""
+        """Parameter name -> entries, parsed from an optimizer's flat keys state.PARAMETER.ENTRY."""
         names, found = self._parameters(), defaultdict(list)
         for key in keys:
             kind, _, path = key.partition(".")
@@ -153,7 +154,7 @@ class TrainingState:
         return found
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """By the names that checkpoints have for them."""
+        """The parameters by their names in checkpoints."""
         every = self.model.named_parameters(remove_duplicate=False)
         return {name: p for own, p in every for name in _get_fqns(self.model, own)}
 
@@ -162,7 +163,7 @@ class TrainingState:
         blank: dict[Any, Any] = {p: {} for group in self.optimizer.param_groups for p in group["params"]}
         for name, entries in self._by_parameter(state_dict["optimizer"]).items():
             blank[named[name]] |= {entry.partition(".")[0]: None for entry in entries}
-        self.optimizer.state = defaultdict(dict, blank)  # torch reads those entries that are there
+        self.optimizer.state = defaultdict(dict, blank)  # torch loads only entries that exist
         try:
             set_state_dict(
                 self.model,
@@ -191,7 +192,7 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 @contextmanager
 def _all_made(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within, get_state_dict finds state of every trained parameter. After it, state and gradients are as before."""
+    """Make get_state_dict find state of every trained parameter; restore state and gradients on exit."""
     every = [p for group in optimizer.param_groups for p in group["params"]]
     if all(optimizer.state.get(p) for p in every if p.requires_grad):
         yield
@@ -199,7 +200,7 @@ def _all_made(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     state, gradients = optimizer.state, [p.grad for p in every]
     optimizer.state = defaultdict(dict)
     for p in every:
-        p.grad = None  # else torch makes no state
+        p.grad = None  # otherwise torch creates no state
     try:
         yield
     finally:
@@ -218,10 +219,10 @@ def _wanted(state: Stateful, keys: Collection[str]) -> dict[str, Any]:
 
 
 class OfRank:
-    """A loader whose state is this data-parallel rank's own: `rank` of `ranks`. Peers that share its batches save one.
+    """A loader with a state per data-parallel rank: `rank` of `ranks`. Ranks with the same batches save one state.
 
-    It is kept in one piece, because a loader that has not begun may have other entries. Raises CheckpointError where a
-    checkpoint has it of another number of ranks.
+    The state is pickled as a whole, because a loader that has not started may have other entries. Raises
+    CheckpointError if the checkpoint was saved by another number of ranks.
     """
 
     def __init__(self, of: Any, rank: int, ranks: int) -> None:
@@ -231,11 +232,11 @@ class OfRank:
         return {self.key: pickle.dumps(self.of.state_dict())}
 
     def wanted(self, keys: Collection[str]) -> dict[str, Any]:
-        """What a checkpoint with these keys is read into."""
+        """The state_dict to load a checkpoint with these keys into."""
         if self.key not in keys:
             raise CheckpointError(
-                f"the state of {type(self.of).__name__} is a data-parallel rank's own, and was saved by ranks "
-                f"{', '.join(sorted(keys)) or 'none'}: rank {self.key} cannot go on from it"
+                f"the state of {type(self.of).__name__} is saved per data-parallel rank, and the checkpoint has it for "
+                f"ranks {', '.join(sorted(keys)) or 'none'}: rank {self.key} cannot resume from it"
             )
         return {self.key: b""}
 
@@ -244,7 +245,7 @@ class OfRank:
 
 
 def random_state() -> dict[str, Any]:
-    """The states of all random number generators that a model may draw from."""
+    """The states of all random number generators that a model may use."""
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "host": pickle.dumps((random.getstate(), np.random.get_state())),
@@ -255,7 +256,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put the generators where random_state found them."""
+    """Restore the generators to a state from random_state."""
     torch.set_rng_state(state["torch"])
     of_python, of_numpy = pickle.loads(state["host"])
     random.setstate(of_python)
@@ -265,7 +266,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Start all generators anew."""
+    """Seed all generators."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -275,12 +276,12 @@ def seed_all(seed: int) -> None:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint after so many steps is."""
+    """Path of the checkpoint after `step` steps."""
     return folder / f"{_STEP}{step:08}"
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps that have a checkpoint, ascending; whether each is good, `faults_of` says."""
+    """Steps that have a checkpoint, ascending; `faults_of` tells whether a checkpoint is good."""
     if not folder.is_dir():
         return []
     names = (path.name.removeprefix(_STEP) for path in folder.iterdir() if path.name.startswith(_STEP))
@@ -288,7 +289,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def manifest_of(path: Path) -> dict[str, dict[str, Any]]:
-    """File name -> {"bytes", "sha256"}. Raises CheckpointError where there is none that makes sense."""
+    """File name -> {"bytes", "sha256"}. Raises CheckpointError if the manifest is missing or damaged."""
     try:
         manifest: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_text())
         sound = all(set(each) == {"bytes", "sha256"} for each in manifest.values())
@@ -302,10 +303,10 @@ def manifest_of(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def faults_of(path: Path, share: tuple[int, int] = (0, 1), hashed: bool = True) -> list[str]:
-    """What is wrong with a checkpoint's files.
+    """Errors of a checkpoint's files.
 
-    share    (i, n): look at the i-th of every n files alone
-    hashed   not: sizes alone, which reads no file
+    share    (i, n): check only the i-th of every n files
+    hashed   False: compare sizes only, without reading the files
     """
     try:
         manifest = manifest_of(path)
@@ -341,7 +342,7 @@ def digest_of(path: Path) -> str:
 
 
 def about(path: Path) -> dict[str, Any]:
-    """What was written beside the state. Raises CheckpointError where it cannot be read or is of a newer format."""
+    """The contents of about.json. Raises CheckpointError if it cannot be read or has a newer format."""
     try:
         found: dict[str, Any] = json.loads((path / ABOUT).read_text())
         version, step = int(found["format"]), int(found["step"])
@@ -349,7 +350,7 @@ def about(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path.name}: {ABOUT} cannot be read: {error}") from None
     if version > FORMAT:
         raise CheckpointError(
-            f"{path.name} has format {version}, which a newer fusedtp wrote; this one reads up to {FORMAT}"
+            f"{path.name} has format {version}, which a newer fusedtp wrote; this one reads formats up to {FORMAT}"
         )
     if path.name.startswith(_STEP) and path.name != path_of(path.parent, step).name:
         raise CheckpointError(f"{path.name} holds step {step}: the folder was copied or renamed")
@@ -360,7 +361,7 @@ def about(path: Path) -> dict[str, Any]:
 
 
 class _Writer(FileSystemWriter):
-    """Writes a draft; `finish`, on the first rank when all have written, makes a checkpoint of it."""
+    """Writes a draft; `finish` runs on the first rank after all have written, and turns it into a checkpoint."""
 
     def __init__(self, target: Path, about: Mapping[str, Any], rank: int, done: Callable[[], None]) -> None:
         self.target, self.about, self.own_rank, self.done = target, about, rank, done
@@ -386,7 +387,9 @@ class _Writer(FileSystemWriter):
         for rank in range(len(results)):
             sums = self.draft / f"{_SUMS}{rank}"
             if not sums.exists():
-                raise CheckpointError(f"{self.draft.parent} of rank {rank} is another folder: it must be shared")
+                raise CheckpointError(
+                    f"rank {rank} writes to another {self.draft.parent}: the folder must be shared by all ranks"
+                )
             manifest |= json.loads(sums.read_text())
             sums.unlink()
         _write_json(self.draft / ABOUT, self.about)
@@ -401,7 +404,7 @@ class _Writer(FileSystemWriter):
 
 
 def _bytes_of(item: WriteItem) -> int:
-    """With what torch.save writes around the numbers."""
+    """Estimated bytes of an item on disk, including what torch.save adds."""
     if item.tensor_data is None:
         return _FRAME
     properties = item.tensor_data.properties
@@ -431,7 +434,7 @@ def _sync(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A checkpoint: no moment shows a part of it under its name."""
+    """Remove a checkpoint. It is renamed first, so that its name never denotes a partial checkpoint."""
     old = path.with_name(path.name.replace(_STEP, _OLD))
     if old.exists():
         shutil.rmtree(old)
@@ -444,7 +447,7 @@ def _remove(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is on disk: its bytes, seconds that `save` held training up, seconds until it was durable."""
+    """A checkpoint on disk: its size in bytes, seconds that `save` blocked training, seconds until it was durable."""
 
     step: int
     size: int
@@ -454,7 +457,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` read: about.json of that checkpoint, and what is wrong with newer ones that were left out."""
+    """What `load` has read: the checkpoint's about.json, and the errors of newer checkpoints that were skipped."""
 
     step: int
     about: dict[str, Any]
@@ -464,9 +467,9 @@ class Loaded:
 class Checkpoints:
     """The checkpoints in a folder that all ranks share. Every method but `steps` is collective over `group`.
 
-    keep_last, keep_every   of older checkpoints, the newest so many stay, and those whose step divides by keep_every
-    group                   of gloo, with no other use: a save communicates while training does. None: one process
-    asynchronous            `save` returns when the state has been copied to host memory
+    keep_last, keep_every   keep the newest keep_last checkpoints, and those whose step is a multiple of keep_every
+    group                   a gloo group used only here: saves communicate while training does. None: one process
+    asynchronous            `save` returns as soon as the state has been copied to host memory
     """
 
     def __init__(
@@ -479,7 +482,7 @@ class Checkpoints:
         asynchronous: bool = True,
     ) -> None:
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
-            raise ValueError(f"keep_last {keep_last} and keep_every {keep_every} are to be positive")
+            raise ValueError(f"keep_last {keep_last} and keep_every {keep_every} must be positive")
         self.folder, self.keep_last, self.keep_every = Path(folder), keep_last, keep_every
         self.group, self.asynchronous = group, asynchronous
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -498,9 +501,9 @@ class Checkpoints:
         return steps_in(self.folder)
 
     def save(self, step: int, state: Stateful, **more: Any) -> None:
-        """Begin to write the state after `step` steps; about.json also gets `more`. Waits for the save before.
+        """Start writing the state after `step` steps; `more` is added to about.json. Waits for the previous save.
 
-        Raises CheckpointError where the save before failed, or, unless asynchronous, where this one does; ValueError
+        Raises CheckpointError if the previous save failed, or if this one fails and is not asynchronous; ValueError
         after `close`.
         """
         if self._closed:
@@ -519,16 +522,16 @@ class Checkpoints:
 
     @property
     def writing(self) -> bool:
-        """Whether a save is on its way, as this rank sees it."""
+        """Whether a save is in progress, as seen by this rank."""
         return self._pending is not None and not self._pending.done()
 
     def wait(self) -> Saved | None:
-        """The save since the last `wait`, when it is done. Raises CheckpointError if it failed: on all ranks alike."""
+        """Wait for the save since the last `wait`, and return it. Raises CheckpointError on all ranks if it failed."""
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
     def close(self) -> None:
-        """Wait for a save that is on its way, and end the thread."""
+        """Wait for a save in progress, and end the thread."""
         self._closed = True
         try:
             self.wait()
@@ -556,7 +559,7 @@ class Checkpoints:
             _remove(path_of(self.folder, step))
 
     def tidy(self) -> None:
-        """Remove what killed runs left half written or half removed. Collective."""
+        """Remove checkpoints that killed runs left half written or half removed. Collective."""
         if self.rank == 0 and self.folder.is_dir():
             for path in self.folder.iterdir():
                 if path.name.startswith((_DRAFT, _OLD)):
@@ -564,7 +567,7 @@ class Checkpoints:
         self._gathered([])
 
     def set_aside(self, step: int) -> list[Path]:
-        """Rename the checkpoints after `step`, which no run is to take for its own; where they are now. Collective."""
+        """Rename the checkpoints after `step`, so that no run resumes from them; return the new paths. Collective."""
         moved = []
         for newer in [each for each in self.steps() if each > step] if self.rank == 0 else []:
             path = path_of(self.folder, newer)
@@ -573,7 +576,7 @@ class Checkpoints:
         return [Path(each) for each in self._gathered([str(each) for each in moved])[0]]
 
     def faults(self, step: int) -> list[str]:
-        """What is wrong with a checkpoint, in words; the same on all ranks, which share the hashing."""
+        """Errors of a checkpoint, as messages; the ranks split the hashing and all return the same list. Collective."""
         found = faults_of(path_of(self.folder, step), (self.rank, self.ranks))
         if self.rank == 0 and not found:
             try:
@@ -595,10 +598,10 @@ class Checkpoints:
         step: int | None = None,
         check: Callable[[Mapping[str, Any]], list[str]] | None = None,
     ) -> Loaded:
-        """Read the newest good checkpoint, or that of `step`, into `state`.
+        """Read the newest good checkpoint, or the one of `step`, into `state`.
 
-        check   of about.json: why it does not fit this run; nothing is read then
-        Raises CheckpointError where there is none, where that of `step` is not good, or does not fit.
+        check   about.json -> reasons why the checkpoint does not fit this run; if there are any, nothing is read
+        Raises CheckpointError if no checkpoint is good, or if the checkpoint to read is damaged or does not fit.
         """
         steps = self._gathered([str(each) for each in self.steps()])[0]
         every = [int(each) for each in steps]
@@ -614,7 +617,7 @@ class Checkpoints:
                 raise CheckpointError(f"{path_of(self.folder, candidate)}: " + "; ".join(faults))
             self._read(state, candidate, words)
             return Loaded(candidate, words, tuple(refused))
-        reason = "; ".join(refused) if refused else "it holds none"
+        reason = "; ".join(refused) if refused else "there is none"
         raise CheckpointError(f"no checkpoint of {self.folder} can be read: {reason}")
 
     def _read(self, state: Stateful, step: int, words: Mapping[str, Any]) -> None:
@@ -631,12 +634,12 @@ class Checkpoints:
                     no_dist=self.group is None,
                 )
         except (CheckpointException, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"step {step} is not of this model: {_why(error)}") from error
+            raise CheckpointError(f"the checkpoint of step {step} does not fit this model: {_why(error)}") from error
         state.load_state_dict(found)
 
 
 class quiet(warnings.catch_warnings):
-    """Without what torch says of a save by one process, and of a draft that it writes over."""
+    """Suppress torch's warnings about saving in a single process and about overwriting a draft."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()
@@ -646,7 +649,7 @@ class quiet(warnings.catch_warnings):
 
 
 def _why(error: BaseException) -> str:
-    """The causes that ranks report, each once."""
+    """The distinct causes that ranks report, each with its ranks."""
     if not isinstance(error, CheckpointException):
         return str(error)
     by_text: dict[str, list[int]] = {}
@@ -659,9 +662,9 @@ def _why(error: BaseException) -> str:
 
 
 def save_interval(save_seconds: float, failure_seconds: float) -> float:
-    """Seconds of training between two saves that lose least, to saving and to what a failure takes back.
+    """Seconds of training between saves that minimize the time lost to saving and to repeating work after failures.
 
-    save_seconds      that a save holds training up
+    save_seconds      seconds that a save blocks training
     failure_seconds   mean time between failures of the whole job
     J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006), eq. 37;
     its first term is Young's (CACM 17, 1974).
@@ -674,7 +677,7 @@ def save_interval(save_seconds: float, failure_seconds: float) -> float:
 
 
 def as_bytes(size: float) -> str:
-    """In words: 3.2 GB."""
+    """A size as text: 3.2 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
@@ -682,19 +685,19 @@ def as_bytes(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-# -- when one is saved
+# -- when to save
 
-FIRST_SAVE_SECONDS = 60.0  # until the first checkpoint, which shows what a save takes
+FIRST_SAVE_SECONDS = 60.0  # until the first checkpoint, which measures how long a save takes
 
 
 class Saver:
     """Decides after every step whether to save, and whether to stop: on a signal, after a save.
 
-    every             steps between two saves; None: by the clock of the first rank, as save_interval says
-    stop_on_error     a save that fails ends the run; else `tell` says so and the run goes on
-    tell, say, done   called on the first rank: with a line of what went wrong or ends the run; with what a save took,
-                      once; and with each checkpoint that is on disk
-    All ranks must decide alike, so each step takes one small all-reduce on host memory.
+    every             steps between saves; None: by the first rank's clock, at the interval of save_interval
+    stop_on_error     True: a failed save ends the run; False: `tell` reports it and the run continues
+    tell, say, done   called on the first rank: `tell` with a line about an error or the end of the run, `say` once with
+                      the time that a save took, `done` with each checkpoint that is on disk
+    All ranks must make the same decision, so each step takes one small all-reduce on host memory.
     """
 
     def __init__(
@@ -711,7 +714,7 @@ class Saver:
         done: Callable[[Saved], None] = lambda saved: None,
     ) -> None:
         if every is not None and every < 1:
-            raise ValueError(f"every {every} is to be positive")
+            raise ValueError(f"every {every} must be positive")
         self.checkpoints, self.world, self.every = checkpoints, world, every
         self.failure_seconds, self.stop_on_error, self.about = failure_seconds, stop_on_error, about or {}
         self._tell = tell if world.rank == 0 else lambda line: None
@@ -724,7 +727,7 @@ class Saver:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Within, SIGTERM asks for a last save and an orderly end."""
+        """In this context, SIGTERM requests a last save and an orderly end."""
         before = signal.signal(signal.SIGTERM, lambda number, frame: self._asked.set())
         try:
             yield
@@ -732,14 +735,14 @@ class Saver:
             signal.signal(signal.SIGTERM, before)
 
     def asked(self, patience: float = 0.0) -> bool:
-        """Whether this rank itself was asked to end, or is within so many seconds."""
+        """Whether this rank got SIGTERM; waits up to `patience` seconds for it."""
         until = time.monotonic() + patience
         while not self._asked.is_set() and time.monotonic() < until:
             time.sleep(0.05)
         return self._asked.is_set()
 
     def after(self, step: int, state: TrainingState, last: bool) -> bool:
-        """After a step, the last or another: save if it is time. Whether training ends here. Collective."""
+        """Call after each step: save if it is time. Returns whether training ends here. Collective."""
         by_clock = self.every is None and self.world.rank == 0 and self._due()
         stop, due, writing = self.world.largest([self._asked.is_set(), by_clock, self.checkpoints.writing])
         ends = bool(stop or last)
@@ -757,7 +760,7 @@ class Saver:
         return time.monotonic() - self._last >= self._interval
 
     def _finish(self, always: bool = False) -> None:
-        """Wait for the save that is on its way, if any, and take note of it."""
+        """Wait for a save in progress, if any, and record it."""
         saved: list[Saved | None] = []
         self._guarded(lambda: saved.append(self.checkpoints.wait()), always)
         for each in filter(None, saved):
@@ -772,7 +775,7 @@ class Saver:
                 )
                 least = (
                     f"; with a failure every {self.failure_seconds / 3600:g} h, saving every {self._interval:.0f} s "
-                    "loses least"
+                    "loses the least time"
                 )
                 self._say(took + least if self.every is None else took)
 

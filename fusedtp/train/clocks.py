@@ -1,16 +1,16 @@
-"""Where a rank's time goes: one clock whose seconds are always booked under exactly one kind.
+"""Where a rank's time goes: a clock that books every second under exactly one kind.
 
     with clocks("compute"):
         ...                          compute
         with clocks("dp_wait"):
-            ...                      dp_wait; the compute around it stands still
+            ...                      dp_wait; the surrounding compute is paused
         ...                          compute
 
-Who communicates says so at seams that torch offers: FSDP2's custom communication and its hook after an all-reduce
-(`time_fsdp`), the passes of a pipeline's stage (stages.py), a batch's reading (data.py). Waits inside fused operations
-are counted by fusedtp.comm. On a GPU kernels wait, and a host's clock says nothing of it; there nothing is timed.
+Communication is timed at extension points of torch: FSDP2's custom communication and its all-reduce hook (`time_fsdp`),
+the passes of a pipeline stage (stages.py) and the reading of batches (data.py). fusedtp.comm counts waits inside fused
+operations. On GPU the kernels wait, which a host clock cannot see, so nothing is timed there.
 
-The kind on top, since when, and the last call say where a rank is right now; a thread reads them (pulse.py).
+The current kind, its start and the last call tell where a rank is right now; a thread reads them (pulse.py).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-# torch 2.13 renamed both and warns of the old names; 2.11 has only those.
+# torch 2.13 renamed both and warns about the old names; 2.11 has only the old names.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-OTHER, APART = "other", "apart"  # what nothing else claims; what belongs to no step
+OTHER, APART = "other", "apart"  # time that no other kind claims; time outside of steps
 
 
 class Clocks:
-    """Seconds by kind, so far. What happens under the kind "apart" stays there, whatever kinds are nested in it.
+    """Seconds by kind, so far. Within the kind "apart", nested kinds are booked as "apart" too.
 
-    seconds   kind -> seconds; a kind that never was on top is missing
-    last      the last call that communicated, by name; calls: how many there were
+    seconds   kind -> seconds; a kind that was never current is missing
+    last      name of the last call that communicated; calls: number of such calls
     """
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class Clocks:
 
     @property
     def kind(self) -> str:
-        """What this rank is at now."""
+        """The current kind."""
         return self._kinds[-1]
 
     @contextmanager
     def __call__(self, kind: str, call: str = "") -> Iterator[None]:
-        """Book what happens within under a kind. call: name of what communicates."""
+        """Book the time within this context under a kind. call: name of the communication."""
         self.enter(kind, call)
         try:
             yield
@@ -61,7 +61,7 @@ class Clocks:
             self.leave()
 
     def enter(self, kind: str, call: str = "") -> None:
-        """The same, until `leave`."""
+        """Start booking under a kind, until `leave`."""
         self._book()
         self._kinds.append(APART if self.kind == APART else kind)
         if call:
@@ -72,16 +72,16 @@ class Clocks:
         self._kinds.pop()
 
     def called(self, call: str) -> None:
-        """Note what communicates next, or has just begun to."""
+        """Record the name of a communication that starts now."""
         self.last, self.calls = call, self.calls + 1
 
     def base(self, kind: str) -> None:
-        """From now on, what no `with` claims is of this kind."""
+        """From now on, book time outside of any `with` under this kind."""
         self._book()
         self._kinds[0] = kind
 
     def read(self) -> dict[str, float]:
-        """The seconds of every kind up to now."""
+        """Seconds of every kind up to now."""
         self._book()
         return dict(self.seconds)
 
@@ -114,9 +114,9 @@ class TimedGather(_Allocates, AllGather):
 
 
 class TimedScatter(_Allocates, ReduceScatter):
-    """The reduce-scatter of FSDP2, timed; with `copies`, from there to `reduced`, which follows its all-reduce.
+    """The reduce-scatter of FSDP2, timed; with `copies` (HSDP), from there to `reduced`, which follows the all-reduce.
 
-    FSDP2 allocates what it sends, then what it receives. Communication follows the latter.
+    FSDP2 allocates the send buffer, then the receive buffer. Communication starts after the second allocation.
     """
 
     def __init__(self, clocks: Clocks, copies: bool) -> None:
@@ -140,13 +140,13 @@ class TimedScatter(_Allocates, ReduceScatter):
             return _reduce_scatter_into(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
     def reduced(self, gradient: Tensor) -> None:
-        """The hook after an all-reduce."""
+        """Hook after an all-reduce."""
         self.clocks.leave()
         self._allocated = 0
 
 
 class _TimedWork(dist.Work):
-    """A gather on its way, whose `wait` is timed."""
+    """An asynchronous all-gather with a timed `wait`."""
 
     def __init__(self, work: dist.Work, clocks: Clocks) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _TimedWork(dist.Work):
 
 
 def time_fsdp(model: nn.Module, clocks: Clocks, copies: bool) -> None:
-    """Have FSDP2's communication timed, where ranks wait for it on the host. copies: whether shards have copies."""
+    """Time FSDP2's communication, on devices where the host waits for it. copies: whether shards have replicas."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             scatter = TimedScatter(clocks, copies)

@@ -1,8 +1,8 @@
-"""The configuration of a training run: the command line, config.json and the code all read it.
+"""The configuration of a training run, shared by the command line, config.json and the code.
 
-Options are grouped by what they are about; each group lists its own faults. `faults(config, dp, tp)` adds those that
-need several of them, all messages at once, so that a user mends a command line in one go. Nothing here touches the disk
-or starts a process.
+Options are grouped by topic, and each group validates its own options. `faults(config, dp, tp)` adds the checks that
+span groups. It returns all messages together, so that a user can fix a command line in one go. Validation writes no
+files and starts no processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fusedtp.train.checkpoint import CheckpointError, about, path_of, steps_in
 from fusedtp.train.data import Ids, Tokenizer, tokenizer_of
 from fusedtp.train.stages import pipeline_faults, two_passes
 
-# -- options, by what they are about -----------------------------------------------------------------------------------
+# -- options, by topic -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -32,40 +32,40 @@ class ModelOptions:
     """Shape of the Llama-style model."""
 
     width: int = 256
-    """Features of a token between the layers."""
+    """Hidden size of the residual stream."""
     layers: int = 4
-    """Transformer blocks."""
+    """Number of Transformer blocks."""
     heads: int = 8
-    """Query heads of a block."""
+    """Query heads per block."""
     kv_heads: int = 4
-    """Key and value heads of a block; each serves heads / kv_heads query heads."""
+    """Key and value heads per block; each serves heads / kv_heads query heads."""
     mlp_width: int = 704
-    """Features inside the SwiGLU MLP; need not divide by tp."""
+    """Intermediate size of the SwiGLU MLP; it need not be divisible by tp."""
     tie_embeddings: bool = False
-    """Use the embedding as the output projection too."""
+    """Share the embedding's weight with the output projection."""
     qk_norm: bool = False
     """Normalise queries and keys per head."""
     dropout: float = 0.0
     """Probability of dropping a feature of the embedding and of each residual branch."""
     experts: int = 0
-    """Experts in the place of each layer's MLP, split over the tensor-parallel ranks; 0: none."""
+    """Experts that replace each layer's MLP, split over the tensor-parallel ranks; 0: none."""
     top_k: int = 2
-    """Experts that a token goes to."""
+    """Experts that each token is routed to."""
     expert_width: int = 352
-    """Features inside each expert."""
+    """Intermediate size of each expert."""
     shared_width: int = 0
-    """Features inside an expert that all tokens go to; 0: none."""
+    """Intermediate size of a shared expert that all tokens go through; 0: none."""
     dense_layers: int = 0
-    """First layers that keep their MLP."""
+    """Number of first layers that keep a dense MLP."""
     balance: float = 0.01
-    """Coefficient of the loss that evens out the experts' load."""
+    """Coefficient of the load-balancing loss."""
     balance_bias: float = 0.0
-    """Or without a loss: what an expert's bias changes by in a step in which it had more or less than its share."""
+    """Balance without a loss: change of an expert's router bias after a step with more or less than its even share."""
     capacity: float | None = None
-    """Rows an expert takes, as a multiple of an even share; further ones are dropped. Default: all."""
+    """Rows that an expert accepts, as a multiple of an even share; rows beyond that are dropped. Default: no limit."""
     recv_capacity: float | None = None
-    """Rows a rank's experts take at a time, as a multiple of an even share; further ones come in rounds after the
-    first. Default: all at once, or on GPUs two shares where any routing would need much more."""
+    """Rows that a rank's experts receive per round, as a multiple of an even share; more rows need more rounds.
+    Default: all rows in one round, or on GPUs two shares if the worst-case routing would need much more."""
 
     @property
     def head_dim(self) -> int:
@@ -102,20 +102,20 @@ class ModelOptions:
         if self.recv_capacity is not None and not self.recv_capacity > 0:
             found.append(f"--recv-capacity {self.recv_capacity} is not positive")
         if self.top_k > self.experts:
-            found.append(f"--top-k {self.top_k} of only {self.experts} --experts")
+            found.append(f"--top-k {self.top_k} is larger than --experts {self.experts}")
         if self.dense_layers >= self.layers:
-            found.append(f"--dense-layers {self.dense_layers} of {self.layers} --layers leaves none for experts")
+            found.append(f"--dense-layers {self.dense_layers} with --layers {self.layers} leaves no layer for experts")
         return found
 
 
 @dataclass(frozen=True)
 class ForeignOptions:
-    """A model of transformers in the place of the library's own."""
+    """Train a model of Hugging Face transformers instead of the library's own."""
 
     model: str | None = None
-    """Folder of a checkpoint; or a config.json, or a model type such as llama, which starts small: random weights."""
+    """Checkpoint folder; or a config.json or a model type such as llama (then a small one), with random weights."""
     lora: int = 0
-    """With --model: train adapters (PEFT's LoRA) of this rank on all linear layers instead of the weights; 0: none."""
+    """With --model: train LoRA adapters (PEFT) of this rank on all linear layers instead of the weights; 0: none."""
 
     def faults(self) -> list[str]:
         if self.lora < 0:
@@ -125,28 +125,28 @@ class ForeignOptions:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What is trained on, and how much of it in a step."""
+    """The training data, and how much of it a step takes."""
 
     data: tuple[Path, ...] = ()
-    """Text files, token ids (.npy) or folders; default: the source of the Python standard library of this machine."""
+    """Text files, token ids (.npy) or folders; default: the source code of this machine's Python standard library."""
     tokenizer: Path | None = None
-    """Folder of a tokenizer of transformers; default: that of --model, or else a token is a byte."""
+    """Folder of a transformers tokenizer; default: the one in the folder of --model, otherwise each byte is a token."""
     vocab_size: int | None = None
-    """In the place of a tokenizer: --data is token ids (.npy) below this number, and no text."""
+    """Replaces a tokenizer: --data holds token ids (.npy) below this number and no text."""
     documents: Literal["joined", "separate"] = "joined"
-    """separate: attention, positions and labels of a sequence end where a document does."""
+    """separate: attention, positions and labels stop at document boundaries."""
     length: int = 256
-    """Tokens of a sequence."""
+    """Sequence length in tokens."""
     batch: int = 16
-    """Sequences of a step, over all ranks and accumulated microbatches."""
+    """Global batch size: sequences per step, over all ranks and accumulated microbatches."""
     accumulate: Annotated[int, tyro.conf.arg(aliases=("--microbatches",))] = 1
-    """Microbatches whose gradients are summed before a step; with --pp, those that go through the pipeline."""
+    """Microbatches whose gradients are accumulated per optimizer step; with --pp, the pipeline's microbatches."""
     val_batches: int = 12
-    """Batches of held-out text that measure the validation loss."""
+    """Batches of held-out text used for the validation loss."""
 
     @property
     def vocabulary(self) -> Tokenizer:
-        """What the ids of these options stand for. Raises ValueError where --tokenizer cannot be read."""
+        """The tokenizer of these options. Raises ValueError if --tokenizer cannot be read."""
         return tokenizer_of(self.tokenizer) if self.vocab_size is None else Ids(self.vocab_size)
 
     def faults(self) -> list[str]:
@@ -164,25 +164,25 @@ class DataOptions:
             return [f"--vocab-size {size} is not from 1 to {1 << 31}"]
         if self.tokenizer is not None:
             return [f"--vocab-size {size} with --tokenizer {self.tokenizer}, which has a vocabulary of its own"]
-        return [] if self.data else ["--vocab-size takes token ids (.npy) only: give some with --data"]
+        return [] if self.data else ["--vocab-size works with token ids (.npy) only: pass them with --data"]
 
 
 @dataclass(frozen=True)
 class OptimOptions:
-    """AdamW with linear warm-up, a decay and clipping of the gradient's norm."""
+    """AdamW with linear warm-up, learning rate decay and gradient clipping."""
 
     steps: int = 80
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     lr: float = 3e-3
-    """Highest learning rate, reached after the warm-up."""
+    """Peak learning rate, reached after the warm-up."""
     warmup: int = 30
     """Steps over which the learning rate rises linearly."""
     decay: Literal["cosine", "linear", "wsd"] = "cosine"
-    """How it falls after that; wsd: it stays, and falls linearly at the end."""
+    """Learning rate decay after the warm-up; wsd: constant, then linear at the end (warmup-stable-decay)."""
     decay_share: float = 0.2
-    """wsd: share of all steps over which it falls."""
+    """wsd: share of all steps over which the learning rate decays."""
     min_lr: float = 0.1
-    """Learning rate of the last step, as a share of the highest."""
+    """Learning rate of the last step, as a share of the peak."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; vectors (norm weights, biases) have none."""
     beta1: float = 0.9
@@ -190,19 +190,19 @@ class OptimOptions:
     beta2: float = 0.95
     """Decay of AdamW's running mean of squared gradients."""
     adamw: Literal["fused", "foreach"] = "fused"
-    """torch's implementation of the step: one kernel, or one operation after the other over lists of parameters."""
+    """torch's implementation of the optimizer step: one fused kernel, or a sequence of foreach operations."""
     clip: float = 1.0
-    """Largest norm of the whole gradient; larger ones are scaled down to it."""
+    """Maximum norm of the whole gradient; a larger gradient is scaled down to it."""
     clip_norm: Literal["2", "inf"] = "2"
-    """Which norm: the square root of the sum of squares, or the largest absolute value."""
+    """Norm used for clipping: 2 is the Euclidean norm, inf the largest absolute value."""
     batch_rule: Literal["none", "linear", "sqrt"] = "none"
-    """What the learning rate is multiplied by, for a --batch of b times --base-batch: 1, b, or the square root of b."""
+    """How the learning rate scales with b = --batch / --base-batch: multiplied by 1, b, or the square root of b."""
     base_batch: int = 16
-    """The --batch that --lr is meant for."""
+    """The --batch that --lr was tuned for."""
     loss_scale: float = 65536.0
-    """fp16: what the loss is multiplied by at first; halved where gradients overflow, and that step is left out."""
+    """fp16: initial loss scale. It is halved when gradients overflow, and that step is skipped."""
     loss_scale_window: int = 2000
-    """fp16: steps without overflow after which it is doubled."""
+    """fp16: number of steps without overflow after which the loss scale doubles."""
 
     def faults(self) -> list[str]:
         found = _not_positive(self, "steps", "lr", "clip", "base_batch", "loss_scale", "loss_scale_window")
@@ -224,17 +224,17 @@ class OptimOptions:
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """How the layers run, and what they keep for backward."""
+    """How the layers run, and which activations they save for backward."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """What backward computes again instead of keeping it: all but matmuls, attention and communication, or whole layers
-    from their inputs."""
+    """Activation checkpointing. selective: recompute everything except matmuls, attention and communication.
+    full: recompute whole layers from their inputs."""
     compile: bool = False
     """Compile each layer with torch.compile."""
     compile_backend: str = "inductor"
-    """torch.compile's backend."""
+    """Backend of torch.compile."""
     memory_budget: float = 1.0
-    """--compile: the share of activations to keep, from 0, layers' inputs alone, to 1; the compiler chooses which."""
+    """With --compile: share of activations to save, from 0 (only the layers' inputs) to 1; the compiler picks which."""
 
     def faults(self) -> list[str]:
         found = []
@@ -243,15 +243,15 @@ class BlockOptions:
         elif self.memory_budget < 1 and not self.compile:
             found.append(f"--memory-budget {self.memory_budget} needs --compile")
         if self.compile and self.recompute == "selective":
-            found.append("--recompute selective with --compile: what is compiled is chosen from by --memory-budget")
+            found.append("--recompute selective with --compile: compiled layers use --memory-budget instead")
         if self.compile and self.compile_backend not in (known := torch.compiler.list_backends(())):
-            found.append(f"--compile-backend {self.compile_backend} is none of {', '.join(known)}")
+            found.append(f"--compile-backend {self.compile_backend} is not one of {', '.join(known)}")
         return found
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How ranks share the model and the batch: pipeline x data parallel x tensor parallel on one device mesh."""
+    """How ranks split the model and the batch: pipeline x data parallel x tensor parallel on one device mesh."""
 
     pp: int = 1
     """Pipeline ranks; each holds some of the layers. --accumulate is the number of microbatches."""
@@ -264,38 +264,38 @@ class ParallelOptions:
         "zbv_zero_bubble",
         "dualpipev",
     ] = "1f1b"
-    """In which order stages take microbatches forward and backward."""
+    """Pipeline schedule: the order in which stages run forward and backward on the microbatches."""
     virtual_stages: int = 2
-    """Stages of a rank in the looped schedules: looped_bfs, interleaved_1f1b, interleaved_zero_bubble."""
+    """Stages per rank in the looped schedules: looped_bfs, interleaved_1f1b, interleaved_zero_bubble."""
     record_step: int = 3
-    """With --pp: the step whose forward and backward passes are timed, one by one, for pipeline.json; 0: none."""
+    """With --pp: time each forward and backward pass of this step, for pipeline.json; 0: none."""
 
     tp: int | None = None
-    """Tensor-parallel ranks; default: all ranks of a machine (2 on CPU, every GPU otherwise) / dp."""
+    """Tensor-parallel ranks; default: (ranks of a machine: 2 on CPU, else one per GPU) / dp."""
     dp: int | None = None
-    """Data-parallel ranks, sharded by FSDP2; default: what tp leaves of all ranks."""
+    """Data-parallel ranks, sharded by FSDP2; default: all ranks / (pp x tp)."""
     dp_replicate: int = 1
-    """Of those, groups that hold the same shards (HSDP)."""
+    """HSDP: number of replicas, that is groups of data-parallel ranks that each hold all shards."""
     dp_shard: int | None = None
-    """In place of --dp: ranks of such a group, so that dp is dp-replicate x dp-shard."""
+    """Instead of --dp: data-parallel ranks per replica; dp is then dp-replicate x dp-shard."""
     data_parallel: Literal["zero3", "zero2", "zero1", "ddp"] | None = None
-    """What data-parallel ranks share out: optimizer state (zero1), and gradients (zero2), and parameters (zero3), or
-    nothing (ddp). Default: zero3; zero1 with --pp, whose schedules keep parameters and gradients whole in a step."""
+    """Sharded over data-parallel ranks: zero1: optimizer state; zero2: gradients too; zero3: parameters too; ddp: none.
+    Default: zero3; with --pp zero1, since schedules keep parameters and gradients whole in a step."""
     param_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype that sharded parameters are gathered in; bf16 halves the message, and gradients then come in bf16."""
+    """Dtype in which sharded parameters are all-gathered; bf16 halves the traffic, and gradients are then bf16 too."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype that gradients are summed over data-parallel ranks in."""
+    """Dtype in which gradients are reduced over data-parallel ranks."""
     ep: int | None = None
-    """Ranks that share the experts: the tensor-parallel ones of so many / tp data-parallel ranks; default: tp."""
+    """Expert-parallel ranks: the tensor-parallel ranks of ep / tp data-parallel ranks; default: tp."""
     expert_tp: int = 1
-    """Of those, ranks that share each expert."""
+    """Ranks, out of ep, that each single expert is sharded over."""
     sequence_parallel: bool = True
-    """Shard the tokens between the sharded matmuls too."""
+    """Also shard the tokens in the regions between the sharded matmuls."""
     engine: Literal["auto", "collective", "chunked", "triton", "multimem"] = "auto"
     """Implementation of the fused operations."""
     elastic: bool = False
-    """Under a torchrun of few to many nodes: dp follows the ranks that are there, --accumulate makes up for those that
-    are not, and the run goes on from its newest good checkpoint by itself."""
+    """For torchrun with --nnodes MIN:MAX: dp adapts to the available ranks, --accumulate makes up for missing ranks.
+    The run resumes by itself from its newest good checkpoint."""
 
     def faults(self) -> list[str]:
         return [
@@ -314,11 +314,11 @@ class ParallelOptions:
 
     @property
     def kind(self) -> Literal["zero3", "zero2", "zero1", "ddp"]:
-        """data_parallel, or its default."""
+        """data_parallel, or its default if not set."""
         return self.data_parallel or ("zero1" if self.pp > 1 else "zero3")
 
     def copies(self, dp: int) -> int:
-        """Data-parallel ranks that hold the same shards, of `dp`."""
+        """Number of replicas of each shard among `dp` data-parallel ranks."""
         return dp if self.kind == "ddp" else self.dp_replicate
 
     def _sharing_faults(self) -> list[str]:
@@ -347,41 +347,41 @@ class ParallelOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The run itself: where it writes, what it proves, and what it draws."""
+    """The run itself: output folder, seed, precision, verification and resuming."""
 
     name: str = "main"
-    """Name of the run; its results replace those of an earlier run, its checkpoints only with --replace."""
+    """Name of the run. Results of an earlier run of this name are overwritten; its checkpoints only with --replace."""
     runs: Path = Path("runs")
-    """Folder of all runs and of the token cache."""
+    """Folder that holds all runs and the token cache."""
     seed: int = 0
-    """Seed of parameters, batches and the sample."""
+    """Seed for the parameters, the order of batches and the sampled text."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of activations and matmuls; parameters and optimizer stay fp32. fp16 scales the loss."""
+    """Dtype of activations and matmuls; parameters and optimizer state stay fp32. fp16 uses loss scaling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; auto takes the GPUs if there are any."""
+    """Device to train on; auto uses the GPUs if there are any."""
     determinism: bool = False
-    """Two runs on the same machines give the same losses, bit for bit; slower. See docs/train.md."""
+    """Make runs on the same machines bitwise reproducible; slower. See docs/train.md."""
     verify: bool = False
-    """Train the first steps again in one plain process and compare; exit 1 if they differ."""
+    """Repeat the first steps in a single plain process and compare the results; exit 1 if they differ."""
     verify_steps: int = 20
     """Steps that --verify compares."""
     val_every: int = 40
     """Steps between validations; the last step always validates."""
     sample: int = 200
-    """Tokens that the trained model writes at the end."""
+    """Number of tokens to generate from the trained model at the end."""
     resume: bool = False
-    """Go on from the newest good checkpoint of the run of this name, with its options; those given here come first."""
+    """Resume the run of this name from its newest good checkpoint, with its options; those given here override them."""
     step: int | None = None
-    """With --resume: from the checkpoint of this step; newer ones are set aside."""
+    """With --resume: start from the checkpoint of this step; newer ones are set aside."""
     replace: bool = False
     """Remove the checkpoints of an earlier run of this name."""
     max_restarts: int = 0
-    """Where this command starts the ranks: how often it starts them again, from the newest checkpoint, if one dies."""
+    """If this command starts the ranks: how often to restart them from the newest checkpoint after a rank dies."""
 
     def faults(self) -> list[str]:
         found = _not_positive(self, "verify_steps", "val_every")
         if not self.name or self.name != Path(self.name).name or self.name.startswith("."):
-            found.append(f"--name {self.name!r} is no plain folder name")
+            found.append(f"--name {self.name!r} is not a plain folder name")
         if not 0 <= self.seed < 2**63:
             found.append(f"--seed {self.seed} is not in [0, 2**63)")
         if self.sample < 0:
@@ -389,9 +389,9 @@ class RunOptions:
         if self.max_restarts < 0:
             found.append(f"--max-restarts {self.max_restarts} is negative")
         if self.resume and self.replace:
-            found.append("--resume goes on with a run, --replace removes it: give one of them")
+            found.append("--resume continues a run, --replace removes it: give only one of them")
         if self.step is not None and not self.resume:
-            found.append("--step says which checkpoint to go on from: it needs --resume")
+            found.append("--step selects the checkpoint to resume from: it needs --resume")
         return found
 
     @property
@@ -401,15 +401,15 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """What a run notices about itself."""
+    """Detection of hangs, slow ranks and NaNs."""
 
     timeout: float = 600.0
-    """Seconds that a rank waits for others in a step; then the run ends and the rank that did not come is named."""
+    """Seconds that a rank waits for the others in a step before the run ends and names the rank that is missing."""
     watch_every: int = 10
-    """Steps between two comparisons of all ranks' times."""
+    """Steps between comparisons of the ranks' timings."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """A step whose loss or gradients are not finite ends the run, or is left out on all ranks. Where it began is named
-    in either case. Of fp16's gradients that overflow, the loss scale is the judge."""
+    """When the loss or the gradients of a step are not finite: end the run, or skip the step on all ranks.
+    The module or parameter where it began is named. In fp16, the loss scale handles gradients that overflow."""
 
     def faults(self) -> list[str]:
         return _not_positive(self, "timeout", "watch_every")
@@ -417,22 +417,22 @@ class WatchOptions:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """When the state of a run is saved, and what stays of it."""
+    """When checkpoints are saved, and which ones are kept."""
 
     save: bool = True
     """Save checkpoints; without them a run cannot be resumed."""
     save_every: int | None = None
-    """Steps between two of them; default: as many as lose least time, by what a save takes and --failure-hours."""
+    """Steps between checkpoints; default: what loses least time, by the measured time of a save and --failure-hours."""
     failure_hours: float = 24.0
-    """Mean time between failures of the whole job."""
+    """Mean time between failures of the whole job, in hours."""
     keep_last: int = 2
-    """How many of the newest stay."""
+    """Number of newest checkpoints to keep."""
     keep_every: int | None = None
-    """Of the older ones, those whose step divides by this stay too."""
+    """Also keep older checkpoints whose step is a multiple of this."""
     async_save: bool = True
-    """Write while training goes on."""
+    """Write checkpoints in the background while training continues."""
     on_save_error: Literal["continue", "stop"] = "continue"
-    """What a save that fails does to the run; the last one, when training is done, fails the run in any case."""
+    """What to do when a save fails; the final save, after training, always fails the run."""
 
     def faults(self) -> list[str]:
         found = _not_positive(self, "failure_hours", "keep_last")
@@ -454,8 +454,8 @@ def _not_positive(options: object, *names: str) -> list[str]:
 
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
-CONFIG, CHECKPOINTS = "config.json", "checkpoints"  # of a run's folder
-RETIRED = ("reshard",)  # options that older runs have in it
+CONFIG, CHECKPOINTS = "config.json", "checkpoints"  # in a run's folder
+RETIRED = ("reshard",)  # removed options that config.json of older runs still has
 
 
 @dataclass(frozen=True)
@@ -473,7 +473,7 @@ class TrainConfig:
     watch: WatchOptions = field(default_factory=WatchOptions)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values, ready for JSON. What one call asks of a run is no part of it: resume, step, replace."""
+        """Nested plain values, ready for JSON; resume, step and replace apply to one call only and are left out."""
         once = dataclasses.replace(self.run, resume=False, step=None, replace=False)
         nested = dataclasses.asdict(dataclasses.replace(self, run=once))
         plain: dict[str, Any] = json.loads(json.dumps(nested, default=str))
@@ -481,7 +481,7 @@ class TrainConfig:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> TrainConfig:
-        """What to_dict made; options that it lacks have their defaults. Raises ValueError for unknown ones."""
+        """Inverse of to_dict; missing options get their defaults. Raises ValueError for unknown options."""
         made = {}
         for part in dataclasses.fields(TrainConfig):
             kind: Any = part.default_factory
@@ -500,9 +500,9 @@ class TrainConfig:
 
 
 def parse(argv: list[str], command: str = "train", description: str | None = None) -> TrainConfig:
-    """Read a command line; prints help or what is unknown, and exits, as command-line programs do.
+    """Parse a command line. Exits after printing help, or an error for unknown options.
 
-    With --resume, what is not given is as it was in the run of that name; see saved.
+    With --resume, options that are not given are taken from the run of that name; see `saved`.
     """
     config = _parse(argv, TrainConfig(), command, description)
     before = resumed(config)
@@ -510,7 +510,7 @@ def parse(argv: list[str], command: str = "train", description: str | None = Non
 
 
 def resumed(config: TrainConfig) -> TrainConfig | None:
-    """The options of the run that this one goes on with; None where there are none to be read."""
+    """The options of the run that `config` resumes; None if it resumes none, or its options cannot be read."""
     before = saved(config.run.folder)[0] if config.run.resume else None
     if before is None:
         return None
@@ -519,9 +519,9 @@ def resumed(config: TrainConfig) -> TrainConfig | None:
 
 
 def saved(folder: Path) -> tuple[TrainConfig | None, str]:
-    """The configuration that a run's folder holds, and why its config.json cannot be read.
+    """(the configuration in a run's folder or None, why its config.json cannot be read or "").
 
-    Then that of the newest checkpoint stands in for it, where one can be read.
+    If config.json cannot be read, the configuration comes from the newest readable checkpoint instead.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -529,7 +529,7 @@ def saved(folder: Path) -> tuple[TrainConfig | None, str]:
     try:
         return _sound(json.loads(path.read_text())), ""
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        why = f"{path} is no configuration of a run: {error}"
+        why = f"{path} is not the configuration of a run: {error}"
     for step in reversed(steps_in(folder / CHECKPOINTS)):
         try:
             found = _sound(about(path_of(folder / CHECKPOINTS, step))["config"])
@@ -540,14 +540,14 @@ def saved(folder: Path) -> tuple[TrainConfig | None, str]:
 
 
 def saved_faults(folder: Path) -> list[str]:
-    """Why no configuration of a run's folder can be read."""
+    """A message if the configuration in a run's folder cannot be read, not even from a checkpoint."""
     config, why = saved(folder)
     return [why] if config is None and why else []
 
 
 def _sound(plain: Mapping[str, Any]) -> TrainConfig:
     config = TrainConfig.from_dict(plain)
-    faults(config, 1, 1)  # which read every value
+    faults(config, 1, 1)  # reads every value, so that one of a wrong type raises here
     return config
 
 
@@ -563,7 +563,7 @@ C = TypeVar("C", bound=TrainConfig)
 
 
 def with_dp(config: C, argv: list[str]) -> C:
-    """With dp in place of dp_shard, which stays only where something is wrong with it, for `faults` to say."""
+    """Replace dp_shard by the dp that it implies. An invalid dp_shard is kept, so that `faults` reports it."""
     parallel = config.parallel
     if parallel.dp_shard is None:
         return config
@@ -576,7 +576,7 @@ def with_dp(config: C, argv: list[str]) -> C:
 
 
 def with_tokenizer(config: C) -> C:
-    """With the tokenizer of its model's folder, where it names none and its ids are not said otherwise."""
+    """Use the tokenizer in the folder of --model, unless --tokenizer or --vocab-size is given."""
     folder = Path(config.foreign.model or "")
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if config.foreign.model is None or (config.data.tokenizer, config.data.vocab_size) != (None, None):
@@ -587,7 +587,7 @@ def with_tokenizer(config: C) -> C:
 
 
 def layout(config: TrainConfig, ranks: int, local_ranks: int) -> tuple[int, int]:
-    """(dp, tp) for `ranks` processes, `local_ranks` to a machine: tp stays inside a machine."""
+    """(dp, tp) for `ranks` processes, `local_ranks` per machine; by default, tp stays within a machine."""
     tp, dp = config.parallel.tp, config.parallel.dp
     pp = max(1, config.parallel.pp)
     ranks, local_ranks = ranks // pp, max(1, min(local_ranks, ranks // pp))
@@ -599,7 +599,7 @@ def layout(config: TrainConfig, ranks: int, local_ranks: int) -> tuple[int, int]
 
 
 def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
-    """Everything wrong with a config laid out on dp x tp ranks; an empty list means that it can run."""
+    """All errors of a config on dp x tp ranks, as messages; an empty list means that it can run."""
     model, data = config.model, config.data
     parts = (
         data,
@@ -616,8 +616,8 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
     if config.foreign.model is None:
         found += own_faults(config, dp, tp)
     if config.run.determinism and config.parallel.engine == "multimem":
-        found.append("--determinism with --engine multimem: the order in which a switch sums is its own")
-    if not config.checkpoint.save and not config.run.resume:  # which has options of a run that saved
+        found.append("--determinism with --engine multimem: the order in which the switch sums is not fixed")
+    if not config.checkpoint.save and not config.run.resume:  # a resumed run has the options of a run that saved
         asked, plain = config.checkpoint, CheckpointOptions()
         found += [
             f"--{name.replace('_', '-')} {getattr(asked, name)} with --no-save: nothing is saved"
@@ -639,7 +639,7 @@ def faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
 
 
 def own_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
-    """What the library's own model cannot do on such a mesh."""
+    """Errors of the library's own model on dp x tp ranks."""
     model, found = config.model, []
     if min(tp, model.heads, model.kv_heads) > 0 and not heads_split(tp, model.heads, model.kv_heads):
         found.append(
@@ -657,7 +657,7 @@ def own_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
 
 
 def stages_faults(config: TrainConfig, layers: int) -> list[str]:
-    """Whether a model of so many layers can be run as a pipeline as asked."""
+    """Errors of the pipeline options for a model with `layers` layers."""
     parallel = config.parallel
     if parallel.pp < 2 or parallel.virtual_stages < 1 or config.data.accumulate < 1 or layers < 1:
         return []
@@ -672,20 +672,20 @@ def stages_faults(config: TrainConfig, layers: int) -> list[str]:
 
 
 def sharing_faults(config: TrainConfig, dp: int, tp: int) -> list[str]:
-    """Whether the ranks can share the experts as asked."""
+    """Errors of the options that split experts over ranks."""
     model, parallel = config.model, config.parallel
     ep = parallel.ep or tp
     if ep < 1 or parallel.expert_tp < 1:
-        return []  # ParallelOptions says so
+        return []  # ParallelOptions.faults reports these
     if parallel.copies(dp) > 1 and ep > tp:
         return [
             "--dp-replicate or --data-parallel ddp with --ep beyond --tp: experts are data parallel over fewer ranks "
             "already"
         ]
     if ep % tp or (dp * tp) % ep:
-        return [f"--ep {ep} is no multiple of --tp {tp} that divides the {dp * tp} ranks"]
+        return [f"--ep {ep} is not a multiple of --tp {tp} that divides the {dp * tp} ranks"]
     if model.expert_width < parallel.expert_tp > 1:
-        return [f"--expert-width {model.expert_width} does not divide among --expert-tp {parallel.expert_tp} ranks"]
+        return [f"--expert-width {model.expert_width} is smaller than --expert-tp {parallel.expert_tp}"]
     try:
         ExpertSplit(tensor_parallel=parallel.expert_tp).shares(model.experts, ep)
     except ValueError as error:

@@ -1,44 +1,44 @@
 """Text to tokens to batches.
 
     files --text_files--> candidates --_read--> texts --hold_out, encode--> train.*, held_out.*, index.json
-    Windows      a token file, memory-mapped, in windows of `length` tokens
-    Batches      what a data-parallel rank trains on, in one global order
-    FromLoader   the same from a loader of the user's
+    Windows      a memory-mapped token file as windows of `length` tokens
+    Batches      the batches of a data-parallel rank, in one global order
+    FromLoader   the same interface on top of the user's loader
 
 Note [Token files]
-Documents follow each other in the sorted order of their files, each closed by the tokenizer's end; NAME.ends holds
-where each ends. Only UTF-8 text without NUL counts, and arrays of token ids (.npy), which are taken as they are: an end
-among them closes a document too, and ids without a tokenizer have no end, so that a file of them is one document. Files
-in a folder that are something else are left out, and so are exact copies of another file, which could otherwise be
-trained on under one name and held out under the other. The split depends only on the files' content: about a twentieth,
-whole files in the order of their SHA-256.
+Documents are stored one after the other, in the sorted order of their files. Each ends with the tokenizer's end id;
+NAME.ends holds the end offsets. Accepted files are UTF-8 text without NUL and arrays of token ids (.npy). Ids are used
+as they are: an end id among them ends a document too. Ids without a tokenizer have no end id, so that each file is one
+document. Other files in a folder are skipped. So are exact copies of another file, since one copy could be trained on
+and the other held out. The split depends only on the files' contents: about a twentieth is held out, as whole files in
+the order of their SHA-256.
 
 Note [Order]
-A sample is a function of (seed, its number), the same on any layout of ranks. The text is cut into windows of `length`
-tokens, which an epoch visits once each in a random order of its own; where the cuts begin differs from epoch to epoch,
-so that the last tokens get their turn. Steps take samples as they come:
+A sample is a function of (seed, sample number) and does not depend on the layout of ranks. The text is cut into windows
+of `length` tokens. Each epoch visits every window once, in its own random order, and shifts the cuts by a different
+offset, so that the last tokens are used too. Steps take consecutive samples:
 
     samples of a step [batch] = [accumulate, dp, batch / (accumulate * dp)]
 
-Each data-parallel rank takes its rows of every microbatch, tensor-parallel ranks of one data-parallel rank the same. So
-one process sees the tokens that all ranks together see, and how far a run has come is one number, `samples`: whoever
-goes on from it, on however many ranks, repeats and skips nothing.
+Each data-parallel rank takes its rows of every microbatch; its tensor-parallel ranks take the same rows. So one process
+sees the same tokens as all ranks together. The progress of a run is one number, `samples`: a run that resumes from it,
+on any number of ranks, repeats nothing and skips nothing.
 
-Documents are packed as they follow each other, so that a window may hold several. "separate" keeps them apart:
-attention, positions and labels end where a document does. A document that is longer than a window goes on in the next.
+Documents are packed back to back, so that a window may hold several. "separate" keeps them apart: attention, positions
+and labels stop at document boundaries. A document that does not fit into a window continues in the next one.
 
 Note [Loaders]
-FromLoader makes steps of any iterable of batches: a list, a torch DataLoader, torchdata's StatefulDataLoader. A batch
-is a mapping of int64 tensors [B, S], this data-parallel rank's rows:
+FromLoader builds steps from any iterable of batches: a list, a torch DataLoader, torchdata's StatefulDataLoader. A
+batch is a mapping of int64 tensors [B, S] that holds this data-parallel rank's rows:
 
     input_ids
-    labels          the token that follows each, -100 for none. Default: the next one of the row and the document
-    positions, document_ids     where documents are kept apart: either, or both
-    attention_mask  may be there if it has no zeros
+    labels          the next token of each token, -100 for none. Default: the next token in the row and the document
+    positions, document_ids     to keep documents apart: either, or both
+    attention_mask  allowed if it has no zeros
 
-The iterable starts again when it ends. Its position is saved with a checkpoint: by its own state_dict if it has one,
-that of each data-parallel rank, else as the number of batches taken, and a resumed run reads and drops as many; so does
-one on another number of data-parallel ranks, where no rank's state is this one's.
+The iterable restarts when it ends. A checkpoint saves its position. If the iterable has a state_dict, each
+data-parallel rank saves its own; otherwise the number of batches taken is saved, and a resumed run reads and drops that
+many. A run that resumes on another number of data-parallel ranks does so too, because no saved state fits its ranks.
 """
 
 from __future__ import annotations
@@ -68,14 +68,18 @@ from fusedtp.train.mesh import World
 
 # -- tokenizers --------------------------------------------------------------------------------------------------------
 
-SEPARATOR = b"\0"  # ends a document of bytes; text that is read holds none
-NO_TEXT = 0xFF  # a byte that UTF-8 has not
+SEPARATOR = b"\0"  # ends a document of bytes; accepted text contains no NUL
+NO_TEXT = 0xFF  # a byte that never occurs in UTF-8
 
 
 class Tokenizer(ABC):
-    """vocab_size: ids are below it. dtype: of the token file. digest: differs where any id would.
+    """Converts between text and token ids.
 
-    end: the id that ends a document, where there is one. joint: separator between two decoded texts.
+    vocab_size   all ids are below it
+    dtype        dtype of the token file
+    digest       identifies the tokenizer: tokenizers that give different ids have different digests
+    end          the id that ends a document, or None
+    joint        separator between two decoded texts
     """
 
     vocab_size: int
@@ -86,14 +90,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: bytes) -> np.ndarray:
-        """The ids of a document, its end included."""
+        """The ids of a document, including the end id."""
 
     @abstractmethod
     def decode(self, ids: list[int]) -> str: ...
 
 
 class Bytes(Tokenizer):
-    """A token is a byte of the text."""
+    """Every byte of the text is a token."""
 
     vocab_size, dtype, digest, end = 256, "uint8", "bytes", 0
 
@@ -101,12 +105,12 @@ class Bytes(Tokenizer):
         return np.frombuffer(text + SEPARATOR, np.uint8)
 
     def decode(self, ids: list[int]) -> str:
-        """U+FFFD for what is no UTF-8, and for ids that are no bytes, which a model with a larger vocabulary writes."""
+        """Invalid UTF-8 becomes U+FFFD, and so do ids above 255, which a model with a larger vocabulary may write."""
         return bytes(each if each < self.vocab_size else NO_TEXT for each in ids).decode(errors="replace")
 
 
 class Ids(Tokenizer):
-    """Token ids that came as such: there is no text. They are shown, and a prompt gives them, as numbers."""
+    """Token ids without a tokenizer: there is no text. Prompts and samples are ids as decimal numbers."""
 
     end, joint = None, " "
 
@@ -116,12 +120,12 @@ class Ids(Tokenizer):
         self.digest = f"ids below {vocab_size}"
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Raises ValueError for what is no number of an id."""
+        """Raises ValueError for a word that is not a token id."""
         words = text.split()
         if wrong := [word for word in words if not word.isdigit() or int(word) >= self.vocab_size]:
             raise ValueError(
-                f"'{wrong[0].decode(errors='replace')}' is no token id from 0 to {self.vocab_size - 1}: a run with "
-                "--vocab-size takes such ids, separated by spaces, in the place of text"
+                f"'{wrong[0].decode(errors='replace')}' is not a token id from 0 to {self.vocab_size - 1}: a run with "
+                "--vocab-size takes token ids, separated by spaces, instead of text"
             )
         return np.array([int(word) for word in words], self.dtype)
 
@@ -130,7 +134,7 @@ class Ids(Tokenizer):
 
 
 class FromFolder(Tokenizer):
-    """The tokenizer of a folder of transformers'. Raises ValueError where it cannot be read."""
+    """A transformers tokenizer, loaded from a folder. Raises ValueError if it cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
@@ -154,12 +158,12 @@ class FromFolder(Tokenizer):
 
 @lru_cache(4)
 def tokenizer_of(folder: Path | None) -> Tokenizer:
-    """That of a folder, or bytes. Raises ValueError."""
+    """The tokenizer in a folder; Bytes if there is no folder. Raises ValueError if it cannot be read."""
     return Bytes() if folder is None else FromFolder(folder)
 
 
 def _digest(folder: Path) -> str:
-    """Of the small files that a tokenizer is made of."""
+    """SHA-256 of the tokenizer's files (.json, .txt, .model)."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".txt", ".model") and os.path.isfile(path):
@@ -169,15 +173,15 @@ def _digest(folder: Path) -> str:
 
 # -- files to tokens ---------------------------------------------------------------------------------------------------
 
-HELD_OUT_SHARE = 20  # one byte in so many is held out
-TOKENS = ".npy"  # token ids of numpy: one dimension of integers
-_FORMAT = "2"  # part of the cache's key: change it with anything that changes the token files
-_PROGRESS_FROM = 1 << 25  # bytes of text
+HELD_OUT_SHARE = 20  # one byte out of HELD_OUT_SHARE is held out
+TOKENS = ".npy"  # token ids as a numpy array: one dimension of integers
+_FORMAT = "2"  # part of the cache key: bump it with every change of the token files
+_PROGRESS_FROM = 1 << 25  # bytes of text from which a progress bar is shown
 
 
 @dataclass(frozen=True)
 class Text:
-    """A file that can be trained on, and what decides whether it is held out. size: its bytes, or its token ids."""
+    """A file to train on. digest decides whether it is held out; size is the number of its bytes or token ids."""
 
     path: Path
     size: int
@@ -190,7 +194,7 @@ def standard_library() -> Path:
 
 
 def text_files(paths: tuple[Path, ...]) -> list[Path]:
-    """Candidate files of the given files and folders, each once, in an order that all machines share."""
+    """Candidate files among the given files and folders, without duplicates, in the same order on all machines."""
     if not paths:
         return [path for path in _walk(standard_library()) if path.suffix == ".py"]
     found: dict[Path, None] = {}
@@ -201,7 +205,7 @@ def text_files(paths: tuple[Path, ...]) -> list[Path]:
 
 
 def text_faults(paths: tuple[Path, ...]) -> list[str]:
-    """What is wrong with the given paths; reads no more than it must."""
+    """Errors of the given paths; reads no more files than necessary."""
     found = []
     for path in paths or (standard_library(),):
         if not path.exists():
@@ -225,8 +229,8 @@ def text_faults(paths: tuple[Path, ...]) -> list[str]:
 def hold_out(texts: list[Text]) -> tuple[set[Path], Path | None, int]:
     """(files held out, the file whose tail is held out or None, bytes of that tail).
 
-    In the order of their digests, files that still fit into a twentieth of all bytes are held out. Where whole
-    files do not fill half of that (few files, or one large one), the tail of the largest makes up for it.
+    Goes through the files in the order of their digests and holds out each one that still fits into a twentieth of all
+    bytes. If whole files fill less than half of that (few files, or one large one), the tail of the largest is added.
     """
     budget = sum(text.size for text in texts) // HELD_OUT_SHARE
     held, left = set(), budget
@@ -242,7 +246,7 @@ def hold_out(texts: list[Text]) -> tuple[set[Path], Path | None, int]:
 def build_tokens(paths: tuple[Path, ...], cache: Path, tokenizer: Tokenizer | None = None, quiet: bool = True) -> Path:
     """Folder under `cache` with the token files of these paths; written once, atomically, then reused.
 
-    Raises ValueError when there is nothing to train on, or token ids are no ids of this tokenizer.
+    Raises ValueError if there is nothing to train on, or if token ids are out of the tokenizer's range.
     """
     tokenizer = Bytes() if tokenizer is None else tokenizer
     candidates = text_files(paths)
@@ -250,7 +254,7 @@ def build_tokens(paths: tuple[Path, ...], cache: Path, tokenizer: Tokenizer | No
     if folder.exists():
         if _is_whole(folder):
             return folder
-        warnings.warn(f"{folder} is damaged; its tokens are made again", stacklevel=2)
+        warnings.warn(f"{folder} is damaged; its tokens are built again", stacklevel=2)
         shutil.rmtree(folder)
     texts = list(_texts(candidates))
     if not texts:
@@ -271,7 +275,7 @@ def build_tokens(paths: tuple[Path, ...], cache: Path, tokenizer: Tokenizer | No
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether token files are as long as they were written."""
+    """Whether the token files have the sizes that index.json and the end offsets imply."""
     try:
         dtype = np.dtype(json.loads((folder / "index.json").read_text())["dtype"])
         for name in ("train", "held_out"):
@@ -285,18 +289,18 @@ def _is_whole(folder: Path) -> bool:
 
 
 def left_out(folder: Path) -> str:
-    """Which of the files that were given are not among the tokens of a folder, in words; empty where all are."""
+    """A message that lists the given files that were not tokenized; empty if all were."""
     index = json.loads((folder / "index.json").read_text())
     paths = index.get("left_out", [])
     if not paths:
         return ""
     every = len(paths) + len(index["train"]) + len(index["held_out"])
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return f"left out: {len(paths)} of {every} files, no UTF-8 text or copies of others: {', '.join(paths[:3])}{more}"
+    return f"skipped {len(paths)} of {every} files, not UTF-8 text or copies of others: {', '.join(paths[:3])}{more}"
 
 
 def _write_tokens(texts: list[Text], folder: Path, tokenizer: Tokenizer, quiet: bool, others: Collection[Path]) -> None:
-    from rich.progress import track  # benchmarks on a bare box read nothing
+    from rich.progress import track  # imported here: benchmarks run without rich
 
     held, tail_of, tail = hold_out(texts)
     ends: dict[str, list[int]] = {"train": [], "held_out": []}
@@ -331,13 +335,13 @@ def _write_tokens(texts: list[Text], folder: Path, tokenizer: Tokenizer, quiet: 
 def _ids(part: bytes | np.ndarray, path: Path, tokenizer: Tokenizer) -> np.ndarray:
     if not isinstance(part, np.ndarray):
         if isinstance(tokenizer, Ids):
-            raise ValueError(f"--vocab-size takes token ids ({TOKENS}) only, and {path} is text")
+            raise ValueError(f"--vocab-size works with token ids ({TOKENS}) only, but {path} is text")
         return tokenizer.encode(part)
     low, high = int(part.min()), int(part.max())
     if low < 0 or high >= tokenizer.vocab_size:
         raise ValueError(
-            f"{path} holds ids from {low} to {high}, of a vocabulary of {tokenizer.vocab_size}: give its size with "
-            "--vocab-size, or the --tokenizer that made them"
+            f"{path} holds ids from {low} to {high}, but the vocabulary has {tokenizer.vocab_size}: give its size with "
+            "--vocab-size, or the --tokenizer that made the ids"
         )
     return part.astype(tokenizer.dtype)
 
@@ -356,7 +360,7 @@ def _texts(candidates: Iterable[Path]) -> Iterator[Text]:
 
 
 def _read(path: Path) -> bytes | np.ndarray | None:
-    """Content of a file that can be trained on; None for anything else."""
+    """Content of a file that can be trained on; None for any other file."""
     try:
         if path.suffix == TOKENS:
             ids: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -369,7 +373,7 @@ def _read(path: Path) -> bytes | np.ndarray | None:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Regular files below a folder, sorted; hidden ones, byte code and installed packages are left out."""
+    """Regular files below a folder, sorted, without hidden files, byte code and installed packages."""
     for here, folders, files in os.walk(folder):
         folders[:] = sorted(
             name
@@ -382,7 +386,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _cache_key(candidates: list[Path], tokenizer: Tokenizer) -> str:
-    """Hash that changes with the list of files, their contents and the tokenizer."""
+    """Hash of the tokenizer and of the files' names, sizes and modification times."""
     digest = hashlib.sha256(f"{_FORMAT}\0{tokenizer.digest}".encode())
     for path in candidates:
         status = path.stat()
@@ -392,18 +396,18 @@ def _cache_key(candidates: list[Path], tokenizer: Tokenizer) -> str:
 
 # -- batches in one order ----------------------------------------------------------------------------------------------
 
-IGNORED = -100  # the label of a token that nothing is predicted for
+IGNORED = -100  # label of a token without a target
 Documents = Literal["joined", "separate"]
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What a model takes at once: input_ids and labels [B, S] int64, labels being the tokens that follow.
+    """The input of one forward: input_ids and labels [B, S] int64; each label is the next token.
 
-    positions, document_ids   [B, S], where documents are kept apart
-    first_token               place of its first token among all of the step, over microbatches and ranks
-    num_labels                what the sum of token losses is divided by, so that the mean over data-parallel ranks of
-                              the sum over microbatches is the mean over all labels of the step
+    positions, document_ids   [B, S], if documents are kept apart
+    first_token               index of its first token among all tokens of the step, over microbatches and ranks
+    num_labels                divisor of the summed token losses; with it, summing over microbatches and averaging over
+                              data-parallel ranks gives the mean over all labels of the step
     """
 
     input_ids: Tensor
@@ -414,7 +418,7 @@ class Microbatch:
     document_ids: Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Of the forward of fusedtp.nn.CausalLM."""
+        """Keyword arguments for the forward of fusedtp.nn.CausalLM."""
         return {
             "input_ids": self.input_ids, "labels": self.labels, "positions": self.positions,
             "document_ids": self.document_ids, "num_labels": self.num_labels,
@@ -431,7 +435,7 @@ class Microbatch:
 
 
 class Windows:
-    """Windows of `length` tokens of a token file that text.build wrote. Raises ValueError if it does not hold one."""
+    """Windows of `length` tokens in a file that build_tokens wrote. Raises ValueError if it is shorter than one."""
 
     def __init__(self, folder: Path, name: str, length: int, documents: Documents = "joined") -> None:
         index = json.loads((folder / "index.json").read_text())
@@ -448,7 +452,7 @@ class Windows:
         self.count = (size - 1) // length  # windows of an epoch
 
     def starts(self, seed: int, samples: np.ndarray) -> np.ndarray:
-        """First tokens of samples, by their numbers, which count on over epochs."""
+        """Offset of the first token of each sample. Sample numbers continue across epochs."""
         epochs, places = np.divmod(samples, self.count)
         slack = (len(self.tokens) - 1) % self.length
         found = np.empty(len(samples), np.int64)
@@ -459,11 +463,11 @@ class Windows:
         return found
 
     def spread(self, count: int) -> np.ndarray:
-        """First tokens of `count` windows spread evenly over the file."""
+        """Offsets of the first tokens of `count` windows, spread evenly over the file."""
         return np.linspace(0, len(self.tokens) - self.length - 1, count).astype(np.int64)
 
     def num_labels(self, starts: np.ndarray) -> int:
-        """Labels of these windows: a token that ends a document has none where documents are kept apart."""
+        """Number of labels of these windows. If documents are kept apart, the last token of a document has no label."""
         total = len(starts) * self.length
         if self.ends is None:
             return total
@@ -479,7 +483,7 @@ class Windows:
         at = starts[:, None] + np.arange(self.length + 1)  # [B, S + 1]
         ids = self.tokens[at].astype(np.int64)
         document = np.searchsorted(self.ends, at, "right")
-        begins = np.concatenate(([0], self.ends))[document]  # of the document that holds each token
+        begins = np.concatenate(([0], self.ends))[document]  # where each token's document begins
         labels = np.where(document[:, 1:] == document[:, :-1], ids[:, 1:], IGNORED)
         positions = (at - np.maximum(begins, starts[:, None]))[:, :-1]
         found = (ids[:, :-1], labels, positions, (document - document[:, :1])[:, :-1])
@@ -488,15 +492,15 @@ class Windows:
 
 @lru_cache(4)
 def _order(seed: int, epoch: int, count: int, slack: int) -> tuple[np.ndarray, int]:
-    """The windows of an epoch in their order, and how many tokens its cuts are shifted by, up to `slack`."""
+    """(the order of an epoch's windows, the offset of its cuts in tokens, at most `slack`)."""
     generator = np.random.Generator(np.random.Philox(key=[seed, epoch]))
     return generator.permutation(count), int(generator.integers(0, slack + 1))
 
 
 class Batches:
-    """What one data-parallel rank of `dp` trains on, and the held-out text that it is validated on.
+    """The training batches of one data-parallel rank of `dp`, and the held-out text for validation.
 
-    samples   how many of the global order have been trained on: the state of the data
+    samples   number of samples of the global order that have been trained on; this is the state of the data
     """
 
     def __init__(
@@ -520,19 +524,19 @@ class Batches:
 
     @property
     def tokens(self) -> int:
-        """Of a step, over all data-parallel ranks."""
+        """Tokens of a step, over all data-parallel ranks."""
         return self.batch * self.train.length
 
     def step(self, scale: float = 1.0) -> Iterator[Microbatch]:
-        """This rank's microbatches of the next step; their loss is to be multiplied by a scale."""
+        """This rank's microbatches of the next step. scale: loss scale, applied through num_labels."""
         starts = self.train.starts(self.seed, np.arange(self.samples, self.samples + self.batch))
         self.samples += self.batch
         return self._split(self.train, starts, self.accumulate, max(1, self.train.num_labels(starts)) / scale)
 
     def validation(self, count: int, pieces: int = 1) -> Iterator[Microbatch]:
-        """This rank's part of `count` batches of held-out text in `pieces` each, the same ones every time.
+        """This rank's part of `count` batches of held-out text, each in `pieces` microbatches; always the same ones.
 
-        The mean of the batches' losses is that over all of their labels.
+        The mean of the batches' losses is the mean over all of their labels.
         """
         starts = self.held_out.spread(count * self.batch)
         num_labels = max(1, self.held_out.num_labels(starts)) / count
@@ -559,14 +563,14 @@ class Batches:
             yield found
 
 
-# -- batches of another loader -----------------------------------------------------------------------------------------
+# -- batches of the user's loader --------------------------------------------------------------------------------------
 
 
 class FromLoader:
-    """What the trainer asks of data (see fusedtp.train.data.Batches), from an iterable.
+    """The interface of Batches on top of an iterable; see Note [Loaders].
 
-    accumulate   batches of a step
-    tokens       of the last step, over all data-parallel ranks
+    accumulate   batches per step
+    tokens       tokens of the last step, over all data-parallel ranks
     """
 
     def __init__(self, loader: Iterable[Mapping[str, Tensor]], world: World, accumulate: int = 1) -> None:
@@ -578,7 +582,7 @@ class FromLoader:
         self._own = OfRank(loader, world.dp_rank, world.dp) if hasattr(loader, "state_dict") else None
 
     def step(self, scale: float = 1.0) -> Iterator[Microbatch]:
-        """The next step's microbatches. Collective over the data-parallel ranks, which count their labels together."""
+        """The next step's microbatches. Collective over the data-parallel ranks, which sum their label counts."""
         with self.clocks("data"):
             batches = [_checked(self._next()) for _ in range(self.accumulate)]
         labels = [_labels(batch) for batch in batches]
@@ -599,8 +603,8 @@ class FromLoader:
             self._batches = None
         if self.taken > 1:
             raise ValueError(
-                f"the data ended after {self.taken - 1} batches and does not start again: a "
-                f"{type(self.loader).__name__} can be read once; give a list or a DataLoader"
+                f"the data ended after {self.taken - 1} batches and does not restart: a "
+                f"{type(self.loader).__name__} can be read only once; pass a list or a DataLoader"
             )
         raise ValueError("the data has no batch")
 
@@ -608,7 +612,7 @@ class FromLoader:
         return {"taken": self.taken} | ({} if self._own is None else {"loader": self._own.state_dict()})
 
     def wanted(self, keys: Collection[str]) -> dict[str, Any]:
-        """What a checkpoint with these keys is read into: see fusedtp.train.checkpoint.Stateful."""
+        """The state_dict to load a checkpoint with these keys into; see fusedtp.train.checkpoint.Stateful."""
         has = self._own is not None and f"loader.{self._own.key}" in keys
         return self.state_dict() if has else {"taken": self.taken}
 
@@ -619,8 +623,8 @@ class FromLoader:
         else:
             if self._own is not None:
                 warnings.warn(
-                    f"the checkpoint has no state of the loader of data-parallel rank {self._own.key}: the loader "
-                    f"begins anew, and its first {taken} batches are dropped",
+                    f"the checkpoint has no loader state of data-parallel rank {self._own.key}: the loader "
+                    f"starts from the beginning, and its first {taken} batches are dropped",
                     stacklevel=2,
                 )
             for _ in range(taken):
@@ -628,11 +632,11 @@ class FromLoader:
         self.taken = taken
 
 
-READ = ("input_ids", "labels", "positions", "document_ids", "attention_mask")  # of a batch
+READ = ("input_ids", "labels", "positions", "document_ids", "attention_mask")  # accepted entries of a batch
 
 
 def _checked(batch: Any) -> Mapping[str, Tensor]:
-    """The batch. Raises ValueError for what is none: another type, other names, other shapes."""
+    """Return the batch. Raises ValueError if its type, names or shapes are not those of a batch."""
     if not isinstance(batch, Mapping):
         raise ValueError(f"a batch is a {type(batch).__name__}; the trainer takes mappings with input_ids")
     if unknown := [name for name in batch if name not in READ]:
@@ -643,27 +647,27 @@ def _checked(batch: Any) -> Mapping[str, Tensor]:
         raise ValueError(f"{wrong[0]} is a {type(batch[wrong[0]]).__name__}; the trainer takes tensors")
     shape = tuple(batch["input_ids"].shape)
     if len(shape) != 2:
-        raise ValueError(f"input_ids of shape {shape}; wanted are rows of tokens, [B, S]")
+        raise ValueError(f"input_ids has shape {shape}; the trainer takes rows of tokens, [B, S]")
     for name, value in batch.items():
         if name != "attention_mask" and tuple(value.shape) != shape:
-            raise ValueError(f"{name} of shape {tuple(value.shape)} with input_ids of {shape}")
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, but input_ids has {shape}")
     return batch
 
 
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:
-    """A batch's labels, or the next token of each. Raises ValueError for what would train something else."""
+    """A batch's labels; default: the next tokens. Raises ValueError for a mask or labels that would be misread."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise ValueError(
-            "attention_mask has zeros, and the trainer does not read it: leave it out, give padding at the end of "
-            f"a row labels of {IGNORED}, and keep documents apart by document_ids and positions"
+            "attention_mask has zeros, but the trainer does not use it: leave it out, set the labels of padding at the "
+            f"end of a row to {IGNORED}, and keep documents apart by document_ids and positions"
         )
     if "labels" in batch:
         labels = batch["labels"]
         if _unshifted(ids, labels):
             raise ValueError(
-                "labels are input_ids themselves, as transformers' collators give them; the trainer takes the token "
-                "that follows each: leave labels out, or shift them by one"
+                "labels equal input_ids, as transformers' collators make them; the trainer takes the next token of "
+                "each token as its label: leave labels out, or shift them by one"
             )
         return labels
     follows = ids[:, 1:]
@@ -675,7 +679,7 @@ def _labels(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _documents(batch: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """positions and document_ids. Each follows from the other: models of transformers read one, fusedtp.nn's both."""
+    """positions and document_ids, each derived from the other: transformers reads positions only, fusedtp.nn both."""
     positions, documents = batch.get("positions"), batch.get("document_ids")
     if positions is None and documents is not None:
         places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
@@ -687,7 +691,7 @@ def _documents(batch: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | Non
 
 
 def _unshifted(ids: Tensor, labels: Tensor) -> bool:
-    """Whether labels are the tokens themselves. Rows of one repeated token do not tell, nor does a single label."""
+    """Whether labels equal the tokens. Rows of one repeated token and single labels are no evidence."""
     given = labels != IGNORED
     if labels.shape != ids.shape or bool((given & (labels != ids)).any()):
         return False

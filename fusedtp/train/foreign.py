@@ -1,22 +1,22 @@
-"""A causal language model of transformers as the trainer takes models: called, cut into stages, asked to write.
+"""Adapter that lets the trainer use a causal language model of transformers: forward, pipeline stages, generation.
 
-    TransformersModel(hf).forward(input_ids, labels, ...) -> loss    labels are shifted already, their number is given
-    .stage(layers, first, last, both)    the model's own forward, where other stages' modules pass on what they get
+    TransformersModel(hf).forward(input_ids, labels, ...) -> loss    labels are already shifted, num_labels is given
+    .stage(layers, first, last, both)    the model's own forward; modules of other stages return their input
     .generate(tokens, size)        transformers' generate
 
 Note [Stages of others' models]
-Code of a model makes masks and rotary positions before its layers, and scales and caps logits after them. So a stage
-runs that code, not a copy of it: layers of other stages are replaced by modules that return their input, the last one
-before the stage's own returns what was received. A plan for pipelines (base_model_pp_plan of transformers) says which
-modules come before the layers and which after. What goes from stage to stage is this rank's rows of the flattened
-tokens, a plain tensor [T_r, H], where tensor parallelism splits tokens, else [T, H].
+A model's code computes masks and rotary positions before its layers, and scales and caps logits after them. So a stage
+runs that code, not a copy of it: layers of other stages are replaced by modules that return their input, and the one
+right before the stage's own layers returns the received tensor. transformers' plan for pipelines (base_model_pp_plan)
+tells which modules come before the layers and which come after. Stages exchange this rank's rows of the flattened
+tokens, a plain tensor: [T_r, H] if tensor parallelism splits tokens, otherwise [T, H].
 
 Note [Documents in transformers]
-transformers keeps documents apart where positions do not follow each other. Its masks do so for every row of a batch
-(eager, sdpa, flex_attention); flash attention only in a batch of one row (5.23). So rows are put one behind the other
-there. Whether a model's layers keep to it, commands/build.py tries on a small copy.
+transformers separates documents where positions are not consecutive. Its masks do so for every row of a batch (eager,
+sdpa, flex_attention); flash attention does so only in a batch of one row (5.23). So with flash attention all rows are
+concatenated into one. commands/build.py tests on a small copy whether a model's layers separate documents.
 
-Dropout stays off: the model is never put into training mode, so that any mesh computes what one process does.
+Dropout stays off: the model is never put into training mode, so that every mesh computes the same as one process.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from fusedtp.train.stages import Borrows
 
 
 class NotCut(ValueError):
-    """Why a model cannot be a pipeline."""
+    """The model cannot be cut into pipeline stages; the message says why."""
 
 
 class Output(NamedTuple):
-    """loss: the sum of the tokens' losses by the number of labels. routings: none, as fusedtp.nn's have them."""
+    """loss: the sum of the token losses / num_labels. routings: always empty, for the interface of fusedtp.nn."""
 
     loss: Tensor
     routings: tuple[Routing, ...] = ()
 
 
 class Anatomy:
-    """Where the parts of a causal model lie, by its plan for pipelines.
+    """The parts of a causal model, according to its plan for pipelines.
 
-    base     the model without its head, whose children are the layers and all else
-    layers   the name of its list of layers
-    before, after   names of its modules that come before and after those
-    head     the name of the causal model's head
+    base     the model without its head; its children are the list of layers and the other modules
+    layers   name of the list of layers in base
+    before, after   names of the modules in base that run before and after the layers
+    head     name of the head in the causal model
     Raises NotCut.
     """
 
@@ -68,24 +68,24 @@ class Anatomy:
         lists = [name for name in names if isinstance(getattr(self.base, name), nn.ModuleList)]
         heads = [name for name, module in causal.named_children() if module is causal.get_output_embeddings()]
         if len(lists) != 1 or len(heads) != 1:
-            raise NotCut(f"{kind} has a plan for pipelines without one list of layers and one head")
+            raise NotCut(f"{kind} needs exactly one list of layers and one head in its plan for pipelines")
         self.layers, self.head = lists[0], heads[0]
         at = names.index(self.layers)
         self.before, self.after = names[:at], names[at + 1 :]
         known = [getattr(self.base, name) for name in names] + [getattr(causal, self.head)]
         covered = {id(p) for module in known for p in module.parameters()}
         if others := [name for name, p in causal.named_parameters() if id(p) not in covered]:
-            raise NotCut(f"{kind} has parameters that its plan for pipelines does not place: {', '.join(others[:3])}")
+            raise NotCut(f"{kind} has parameters that its plan for pipelines does not cover: {', '.join(others[:3])}")
 
 
 class TransformersModel(nn.Module):
-    """A causal model of transformers, or adapters (PEFT) around it. `hf` is that, split or not.
+    """A causal model of transformers, or a PEFT model around one. `hf` is that model, split or not.
 
-    dtype               of matmuls; parameters stay fp32
+    dtype               dtype of matmuls; parameters stay fp32
     sequence_parallel   as given to parallelize
     """
 
-    # what the trainer asks of models of fusedtp.nn
+    # part of the interface of models of fusedtp.nn
     token_split: tuple[int, int] = (0, 1)
 
     def __init__(self, hf: Any, dtype: torch.dtype = torch.float32, sequence_parallel: bool = True) -> None:
@@ -93,7 +93,7 @@ class TransformersModel(nn.Module):
         self.hf, self.dtype, self.sequence_parallel = hf, dtype, sequence_parallel
         self.causal.loss_function = self._loss
         self._num_labels: float | None = None
-        self._own: Any = None  # what _loss returned
+        self._own: Any = None  # the last result of _loss
         self.is_tied = self.causal.get_output_embeddings() is not None and (
             self.causal.get_output_embeddings().weight is self.causal.get_input_embeddings().weight
         )
@@ -111,7 +111,7 @@ class TransformersModel(nn.Module):
 
     @property
     def dropout(self) -> dict[str, float]:
-        """Rates that the configuration has by name, which are left out in training; see above."""
+        """The configuration's dropout rates by name; training ignores them, see above."""
         every = sorted(self.config.to_dict().items())
         named = {
             name: rate for name, rate in every if "drop" in name and not name.startswith(("summary", "classifier"))
@@ -125,17 +125,17 @@ class TransformersModel(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """What FSDP2 gathers at a time: layers, as their model names their class."""
+        """The modules that FSDP2 shards as units: layers of the classes in the model's _no_split_modules."""
         kinds = set(getattr(self.causal, "_no_split_modules", None) or ())
         named = [(name, each) for name, each in self.causal.named_modules() if type(each).__name__ in kinds]
         return [each for name, each in named if not any(name.startswith(f"{other}.") for other, _ in named)]
 
     def train(self, mode: bool = True) -> TransformersModel:
-        """Nothing: see above."""
+        """Stay in evaluation mode, since dropout stays off."""
         return super().train(False)
 
     def set_dropout(self, seed: int, step: int, first_token: int) -> None:
-        """Nothing: see above."""
+        """Do nothing, since dropout stays off."""
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class TransformersModel(nn.Module):
         *,
         num_labels: float,
     ) -> Output:
-        """input_ids, labels [B, S]; positions begin anew where a document does, which keeps documents apart."""
+        """input_ids, labels [B, S]; positions restart at each document, which keeps documents apart."""
         x, labels, positions = self._arranged(input_ids, labels, positions)
         with self._autocast():
             return Output(self._loss_of(labels, num_labels, input_ids=x, position_ids=positions))
@@ -158,18 +158,18 @@ class TransformersModel(nn.Module):
         loss: Tensor = self.hf(labels=labels, use_cache=False, **inputs).loss
         kind = type(self.causal).__name__
         if self._num_labels is not None:
-            raise ValueError(f"{kind} has a loss of its own, which does not take shifted labels")
+            raise ValueError(f"{kind} computes its own loss, which does not take shifted labels")
         (own, version, value), self._own = self._own, None
-        touched = loss is not own or loss._version != version  # values are compared only then: a GPU waits for that
+        touched = loss is not own or loss._version != version  # compare values only then: it synchronizes the GPU
         if touched and torch.is_grad_enabled() and not torch.equal(loss, value):
             raise ValueError(
-                f"{kind} adds to the loss of its labels, anew in every microbatch and on every data-parallel rank: "
-                "set config.output_router_logits = False, or train without what else it adds"
+                f"{kind} adds another term to the loss of the labels, in every microbatch and on every data-parallel "
+                "rank: set config.output_router_logits = False, or disable the other term"
             )
         return loss
 
     def _loss(self, logits: Tensor, labels: Tensor, *_: Any, **__: Any) -> Tensor:
-        """In the place of transformers' loss_function, which would shift labels and divide by their own number."""
+        """Replaces transformers' loss_function, which would shift labels and divide by the local number of labels."""
         assert self._num_labels is not None
         num_labels, self._num_labels = self._num_labels, None
         logits = logits.float()
@@ -179,7 +179,7 @@ class TransformersModel(nn.Module):
         return loss
 
     def _arranged(self, x: Tensor, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """All rows of a batch in one, where attention is blind to documents else.."""
+        """Concatenate the rows of a batch if attention cannot separate documents otherwise (flash attention)."""
         if positions is None or not self.flattens:
             return x, labels, positions
         return (
@@ -225,13 +225,13 @@ class TransformersModel(nn.Module):
             setattr(self.causal, at.head, Pass(getattr(self.causal, at.head)))
 
     def edge(self, batch: int, length: int) -> tuple[int, int, torch.dtype]:
-        """See fusedtp.train.stages.Staged. Parameters are fp32, and so is what layers add to."""
+        """See fusedtp.train.stages.Staged. Parameters are fp32, and so is the residual stream."""
         sizes = self.split_of((batch, length))
         rows = batch * length if sizes is None else sizes.sizes[sizes.rank]
         return rows, self.config.hidden_size, torch.float32
 
     def split_of(self, lead: tuple[int, int]) -> Tokens | None:
-        """How ranks share the tokens between two layers; None: all have all."""
+        """How tokens are split over ranks between two layers; None: every rank has all tokens."""
         shared = getattr(self.hf, "_fusedtp", None)
         if shared is None or not self.sequence_parallel or lead[-1] < 2:
             return None
@@ -239,7 +239,7 @@ class TransformersModel(nn.Module):
         return Tokens(comm.name, comm.rank, tuple(split(lead[0] * lead[1], comm.world_size)), shared.gathered)
 
     def costs(self, length: int) -> tuple[list[float], float]:
-        """Multiply-adds a token of every layer, and of the head, as fusedtp.train.stages.costs has them."""
+        """(multiply-adds per token of every layer, of the head), like fusedtp.train.stages.costs."""
         at, config = Anatomy(self.causal), self.config
         experts = next((n for name in EXPERTS if isinstance(n := getattr(config, name, None), int) and n > 0), 1)
         share = min(1.0, (getattr(config, "num_experts_per_tok", None) or experts) / experts)
@@ -252,13 +252,13 @@ class TransformersModel(nn.Module):
         found[0] += config.hidden_size
         return found, float(config.hidden_size * config.vocab_size)
 
-    # -- writing -------------------------------------------------------------------------------------------------------
+    # -- generation ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, size: int, *, temperature: float, seed: int, max_context: int) -> Tensor:
-        """tokens [1, P] and up to `size` more, which end with a document's end. Collective; all ranks draw alike.
+        """tokens [1, P] and up to `size` more; stops at the end of a document. Collective; all ranks draw the same.
 
-        At most max_context tokens are seen: when they are full, their later half is read anew.
+        The context is at most max_context tokens: when it is full, generation restarts from its later half.
         """
         drawn = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
         with torch.random.fork_rng(devices=[] if tokens.device.type == "cpu" else None):
@@ -279,12 +279,12 @@ class TransformersModel(nn.Module):
         return tokens
 
 
-Model = CausalLM | TransformersModel  # what the trainer takes
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what configurations call their number
+Model = CausalLM | TransformersModel  # the models that the trainer takes
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of the number of experts in configurations
 
 
 class Pass(nn.Module):
-    """In the place of a module of another stage: returns what it gets, or what is `given`. Plain attributes stay."""
+    """Replaces a module of another stage: returns its input, or `given` if set. Keeps the module's plain attributes."""
 
     KEPT: ClassVar = (int, float, str, bool)
 
@@ -306,7 +306,7 @@ class Stage(Borrows):
 
     def __init__(self, model: TransformersModel, layers: Sequence[int], first: bool, last: bool, both: bool) -> None:
         super().__init__()
-        self._model = [model]  # no submodule: its parameters are other stages' too
+        self._model = [model]  # in a list, so that it is not a submodule: it has parameters of other stages
         self.first, self.last = first, last
         causal, at = model.causal, Anatomy(model.causal)
         every = getattr(at.base, at.layers)
@@ -314,8 +314,8 @@ class Stage(Borrows):
         others = {i: Pass(layer) for i, layer in enumerate(every) if i not in layers}
         self._all = [nn.ModuleList(others.get(i, layer) for i, layer in enumerate(every))]
         self._before = [None if first else others[layers[0] - 1]]
-        self.own = nn.ModuleDict()  # what is gathered beside layers, where FSDP2 shards the stage
-        borrows = both and model.is_tied  # the first stage has embedding and head, whose weight is one
+        self.own = nn.ModuleDict()  # the modules besides layers that FSDP2 gathers with the stage
+        borrows = both and model.is_tied  # the first stage has both embedding and head, which share a weight
         for name in at.before:
             tied = last and model.is_tied and getattr(at.base, name) is causal.get_input_embeddings()
             if first or (tied and not borrows):
@@ -342,13 +342,13 @@ class Stage(Borrows):
         x, labels, positions = model._arranged(x, labels, positions)
         lead = (labels.shape[0], labels.shape[1])
         inputs: dict[str, Any] = {"input_ids": x}
-        if not self.first:  # its shape, dtype and device tell masks and rotary positions theirs; no layer reads it
+        if not self.first:  # masks and rotary positions take shape, dtype and device from it; no layer reads it
             unread = torch.zeros((), dtype=x.dtype, device=x.device).expand(*lead, x.shape[-1])
             inputs = {"inputs_embeds": unread}
         with self._alone(None if self.first else self._received(x, lead)) as base, model._autocast():
             if self.last:
                 loss = model._loss_of(labels, num_labels, position_ids=positions, **inputs)
-                return torch.stack((loss,))  # no view, which FSDP2 warns of
+                return torch.stack((loss,))  # not a view: FSDP2 warns about views
             hidden = base(position_ids=positions, use_cache=False, **inputs).last_hidden_state
         for siblings in model.hf._fusedtp.siblings if hasattr(model.hf, "_fusedtp") else ():
             siblings.forget()
@@ -356,7 +356,7 @@ class Stage(Borrows):
 
     @contextmanager
     def _alone(self, received: Any) -> Iterator[Any]:
-        """The base model with this stage's modules only; those before its layers return what was received."""
+        """The base model with only this stage's modules; the layer before them returns the received tensor."""
         (at,), (layers,), (before,) = self._at, self._all, self._before
         kept = {at.layers: getattr(at.base, at.layers)}
         if not self.last:
@@ -382,4 +382,4 @@ class Stage(Borrows):
         if tokens is not None and not isinstance(hidden, TokenShard):
             hidden = shard(hidden, tokens.group, tokens.rank, len(tokens.sizes), tokens.gathered)
         own = hidden.local if isinstance(hidden, TokenShard) else hidden.reshape(-1, hidden.shape[-1])
-        return own.to(torch.float32, copy=True)  # no view, which FSDP2 warns of
+        return own.to(torch.float32, copy=True)  # not a view: FSDP2 warns about views

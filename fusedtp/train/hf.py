@@ -1,17 +1,17 @@
 """transformers' Trainer and accelerate's Accelerator for models that are split.
 
-The Trainer writes checkpoints that training resumes from:
+The Trainer writes checkpoints that training can resume from:
 
-transformers trains a split model, but refuses to save more than its weights: an optimizer whose states are DTensors
-needs a checkpoint in which every rank takes part. This Trainer writes one (torch.distributed.checkpoint), beside the
-model's own folder, and any number of ranks may read it.
+transformers trains a split model, but refuses to save more than its weights: if the optimizer's states are DTensors,
+every rank must take part in the checkpoint. This Trainer writes such a checkpoint (torch.distributed.checkpoint) next
+to the model's weights, and any number of ranks can read it.
 
-    checkpoint-3/model.safetensors   as of the model on one device
-    checkpoint-3/optimizer/          the optimizer's states, all ranks' parts
+    checkpoint-3/model.safetensors   same as for the model on one device
+    checkpoint-3/optimizer/          the optimizer's states, in one part per rank
     checkpoint-3/scheduler.pt, trainer_state.json, rng_state_*.pth
 
-The Accelerator shards a split model over data-parallel ranks with accelerate's FSDP2 plugin. Both refuse to train on
-several data-parallel ranks if nothing averages gradients over them.
+The Accelerator shards a split model over data-parallel ranks with accelerate's FSDP2 plugin. Trainer and Accelerator
+refuse to train on several data-parallel ranks if nothing averages gradients over them.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from torch.distributed.tensor import DTensor
 
 
 class Trainer(transformers.Trainer):
-    """transformers.Trainer, with its arguments; resumes with `train(resume_from_checkpoint=...)`."""
+    """transformers.Trainer with the same arguments; resumes with `train(resume_from_checkpoint=...)`."""
 
     def __init__(self, model: Any = None, args: Any = None, **options: Any) -> None:
         if args is None:
-            raise ValueError("give TrainingArguments: their output_dir is where checkpoints go")
-        only_model, args.save_only_model = args.save_only_model, True  # what it refuses is done here
+            raise ValueError("pass TrainingArguments as args: checkpoints go to their output_dir")
+        only_model, args.save_only_model = args.save_only_model, True  # this class saves what transformers refuses to
         try:
             super().__init__(model, args, **options)
         finally:
             args.save_only_model = only_model
-        if self.is_distributed_loading_by_transformers:  # then transformers does not wrap it, whatever args.fsdp says
+        if self.is_distributed_loading_by_transformers:  # then transformers ignores args.fsdp
             parallelism = self.accelerator.parallelism_config
             check_data_parallel(self._module(), 1 if parallelism is None else parallelism.data_parallel_size)
             if parallelism is not None:
                 if args.eval_use_gather_object and parallelism.non_data_parallel_size > 1:
-                    raise ValueError("eval_use_gather_object would count each row once a rank; leave it out")
+                    raise ValueError("eval_use_gather_object would count each row once per rank; leave it out")
                 count_rows_once(self.accelerator, parallelism.non_data_parallel_size)
                 self.gather_function = self.accelerator.gather_for_metrics
 
     def create_accelerator_and_postprocess(self) -> None:
-        # accelerate takes ParallelismConfig on GPUs alone, for no reason that concerns a model that is split
+        # accelerate accepts ParallelismConfig only on GPUs, a limit that a split model does not need
         several = property(lambda self: self.num_processes > 1)
         with patch.object(accelerate.Accelerator, "multi_device", several):
             super().create_accelerator_and_postprocess()
@@ -92,9 +92,9 @@ class Trainer(transformers.Trainer):
 
 
 def count_rows_once(accelerator: Any, ranks: int) -> None:
-    """`gather_for_metrics` of this accelerator gives each row once, not once for each of `ranks` ranks that share it.
+    """Make this accelerator's `gather_for_metrics` count each row once, not once per rank of `ranks` that share it.
 
-    transformers makes losses, predictions and metrics of an evaluation from it; accelerate gathers over all ranks.
+    transformers computes losses, predictions and metrics of an evaluation from it; accelerate gathers over all ranks.
     """
     gather, for_metrics = accelerator.gather, accelerator.gather_for_metrics
 
@@ -117,14 +117,15 @@ def count_rows_once(accelerator: Any, ranks: int) -> None:
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate.Accelerator, with its arguments; `prepare` takes split models with the FSDP2 plugin or without.
+    """accelerate.Accelerator with the same arguments; `prepare` takes split models, with or without the FSDP2 plugin.
 
-    Raises ValueError if data-parallel ranks would train apart, or if the plugin asks for cpu_ram_efficient_loading.
+    Raises ValueError if nothing averages gradients over data-parallel ranks, or if the plugin has
+    cpu_ram_efficient_loading.
     """
 
     def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
-        # accelerate replicates plain parameters here, by a class that transformers no longer has. A split model has
-        # none: all of its parameters are DTensors.
+        # accelerate replicates plain parameters here, with a class that transformers no longer has. A split model has
+        # no plain parameters: all are DTensors.
         models = [each for each in args if isinstance(each, torch.nn.Module) and is_split(each)]
         if not models:
             prepared: tuple[Any, ...] = super()._prepare_tp(*args)
@@ -134,20 +135,20 @@ class Accelerator(accelerate.Accelerator):
                 check_data_parallel(model, self.parallelism_config.data_parallel_size)
             elif self.state.fsdp_plugin.cpu_ram_efficient_loading:
                 raise ValueError(
-                    "cpu_ram_efficient_loading sends whole weights from the first rank, which has only its part of a "
-                    "split model; set it to False, and load with fusedtp.from_pretrained, which reads as little"
+                    "cpu_ram_efficient_loading sends whole weights from the first rank, which holds only its part of a "
+                    "split model; set it to False, and load with fusedtp.from_pretrained, which reads only that part"
                 )
         return args
 
 
 def is_split(model: torch.nn.Module) -> bool:
-    """Whether all of its parameters are DTensors, as parallelize makes them."""
+    """Whether all parameters are DTensors, as after parallelize."""
     parameters = list(model.parameters())
     return bool(parameters) and all(isinstance(parameter, DTensor) for parameter in parameters)
 
 
 def check_data_parallel(model: torch.nn.Module, data_parallel_size: int) -> None:
-    """Raises ValueError that names parameters whose gradients data-parallel ranks do not average."""
+    """Raise ValueError with the names of parameters whose gradients are not averaged over data-parallel ranks."""
     alone = [
         name
         for name, parameter in model.named_parameters()

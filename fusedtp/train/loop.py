@@ -1,4 +1,4 @@
-"""The training loop: what happens in a step, in the order in which it happens.
+"""The training loop: the phases of a training step in order.
 
 Note [Learning rate]
 Linear warm-up, then a decay:
@@ -10,17 +10,17 @@ Linear warm-up, then a decay:
     linear   g = 1 - f                   begin = warmup
     wsd      g = 1 - f                   begin = the last decay_share of the steps (Hu et al. 2024, MiniCPM, section 4)
 
-with m = min_lr, so that step `warmup` has the highest rate and the last step m times it. `for_batch` has scaled lr to
-the batch before: linearly (Goyal et al. 2017, section 2.1) or by its square root (Malladi et al. 2022, section 4).
+with m = min_lr. Step `warmup` has the peak rate, and the last step has m times the peak. `for_batch` scales lr with the
+batch size beforehand: linearly (Goyal et al. 2017, section 2.1) or by the square root (Malladi et al. 2022, section 4).
 
 Note [Loss scale]
-fp16 has 5 bits of exponent: gradients below 6e-8 vanish. So the loss is multiplied before backward. Scaled gradients
-may overflow instead, which shows: the norm is then not finite, the step is left out on every rank, since all have the
-same norm, and the scale is halved. It is doubled after `window` steps without overflow (Micikevicius et al. 2018, Mixed
-Precision Training, section 3.2). Start from a power of two, and scaling rounds nothing that stays in range.
+fp16 has 5 exponent bits: gradients below 6e-8 vanish. So the loss is multiplied by a scale before backward. Scaled
+gradients may overflow instead, which is detected by a norm that is not finite. All ranks have the same norm, so all of
+them skip the step and halve the scale. The scale doubles after `window` steps without overflow (Micikevicius et al.
+2018, Mixed Precision Training, section 3.2). If it starts as a power of two, scaling is exact for values in range.
 
-The loss is scaled through what its sum is divided by, num_labels / scale: so every part of it is, those of routers too,
-on whichever pipeline stage they are.
+The scale is applied through the divisor of the loss, num_labels / scale. So it reaches every term of the loss,
+including the router losses of all pipeline stages.
 """
 
 from __future__ import annotations
@@ -54,21 +54,22 @@ from fusedtp.train.watch import WAITS, Guard, Watch
 
 
 class Trainer:
-    """Trains a model in place. `step` is how many steps are done; `state` is all that the next ones depend on.
+    """Trains a model in place. `step` counts completed steps; `state` is everything that the next step depends on.
 
-    model       a fusedtp.nn.CausalLM, or a model of transformers in a TransformersModel; parallelized and sharded
-    batches     Batches, or any iterable of what Note [Loaders] in fusedtp.train.data says, `accumulate` of them a step
-    optimizer   torch's, over the model's parameters
-    mesh        of all ranks, with the axes that there are of pp, dp (or dp_replicate, dp_shard) and tp; or a World
-    pipeline    runs the model where the mesh has pp
-    rate        learning rate of a step; default: as the optimizer has it
-    clip        largest norm of the gradients, of which clip_norm says the kind: 2 or inf
-    kind        of data parallelism, as given to fusedtp.train.shard
-    seed        of dropout
-    saver       saves after a step, and stops after a signal
-    validate    the validation loss, after every val_every steps (0: none of them) and the last
-    watch       times the ranks; guard: what becomes of steps that are not finite. Default: stop
-    Collective: all ranks make one together. Raises TypeError, ValueError for a model or a mesh that it cannot train.
+    model       a fusedtp.nn.CausalLM, or a TransformersModel around a model of transformers; parallelized and sharded
+    batches     Batches, or an iterable as in Note [Loaders] of fusedtp.train.data; a step takes `accumulate` batches
+    optimizer   a torch optimizer over the model's parameters
+    mesh        mesh of all ranks, with those axes of pp, dp (or dp_replicate, dp_shard) and tp that it uses; or a World
+    pipeline    runs the model if the mesh has pp
+    rate        step -> learning rate; default: the optimizer's own
+    clip        maximum norm of the gradients; clip_norm is the kind of norm, 2 or inf
+    kind        kind of data parallelism, as given to fusedtp.train.shard
+    seed        seed of dropout
+    saver       saves checkpoints after steps, and stops training after a signal
+    validate    returns the validation loss; called after every val_every steps (0: never) and after the last step
+    watch       times the ranks
+    guard       handles steps that are not finite; default: stop
+    Constructing a Trainer is collective. Raises TypeError, ValueError for a model or a mesh that it cannot train.
     """
 
     def __init__(
@@ -96,14 +97,14 @@ class Trainer:
     ) -> None:
         if not isinstance(model, Model):
             raise TypeError(
-                f"{type(model).__name__} is no fusedtp.nn.CausalLM; one of transformers goes into a "
+                f"{type(model).__name__} is not a fusedtp.nn.CausalLM; wrap a model of transformers in a "
                 "fusedtp.train.foreign.TransformersModel"
             )
         own = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(
-                "the optimizer has parameters that are not the model's: was it made before parallelize, shard or "
-                "to_empty, which put others in their place?"
+                "the optimizer has parameters that are not the model's: was it created before parallelize, shard or "
+                "to_empty, which replace the parameters?"
             )
         device = next(model.parameters()).device
         self.world = world = mesh if isinstance(mesh, World) else World.of(mesh, device)
@@ -122,7 +123,7 @@ class Trainer:
         )  # fmt: skip
 
     def train(self, steps: int) -> bool:
-        """Train until so many steps are done; whether they are, or a signal ended the run before."""
+        """Train until `steps` steps are done. Returns False if a signal ended the run earlier."""
         while self.step < steps:
             last = self.step + 1 == steps
             self.train_step(last)
@@ -136,7 +137,7 @@ class Trainer:
         return True
 
     def train_step(self, last: bool = False) -> None:
-        """One step: gradients, clipping, update, record. last: of the run."""
+        """One step: gradients, clipping, update, metrics. last: whether it is the last step of the run."""
         self.watch.begin()
         if self.rate is not None:
             set_learning_rate(self.optimizer, self.rate(self.step))
@@ -144,8 +145,8 @@ class Trainer:
         self.watch.computed()
         self.scale.unscale_(self.model)
         with self.watch.clocks("norm", "the gradients' norm"):
-            norm = self.clip()  # returns when all of the step's kernels have run, so that
-            self.world.check()  # one which failed is found before it reaches a parameter
+            norm = self.clip()  # waits for all kernels of the step, so that check()
+            self.world.check()  # finds a failed one before it affects a parameter
             loss = self.world.mean(own_loss)
         numbers = {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]} | self.scale.numbers
         if self.is_finite(loss, norm) and self.scale.takes(norm):
@@ -159,11 +160,11 @@ class Trainer:
         self.step += 1
 
     def backward(self, batches: Any, load: ExpertLoad) -> Tensor:
-        """Accumulate the gradients of this step; its loss on this data-parallel rank."""
+        """Accumulate the gradients of this step; return its loss on this data-parallel rank."""
         return backward(self.model, batches, self.step, load, self.seed, self.pipeline, self.kind, self.scale.value)
 
     def is_finite(self, loss: float, norm: float) -> bool:
-        """Whether the step is; see Guard.takes. Runs it again, on the same batches, to find out where it is not."""
+        """Whether the step is finite; see Guard.takes. If not, repeats it on the same batches to find the origin."""
 
         def again() -> None:
             kept = _Kept(self.batches, self._taken, again=True)
@@ -173,7 +174,7 @@ class Trainer:
         return self.guard.takes(self.step, loss, norm, self.model, again, scaled)
 
     def clip(self) -> float:
-        """Clip the gradients of the whole model; their norm before."""
+        """Clip the gradients of the whole model; return their norm before clipping."""
         limit, kind, of = self.clip_to, self.clip_norm, self.pipeline
         if of is None:
             return clip_grad_norm_(self.model, limit, kind).item()
@@ -188,7 +189,7 @@ class Trainer:
 
 @dataclass
 class _Kept:
-    """Data whose last step is kept, so that it can be had again."""
+    """Data that remembers the microbatches of the last step, so that the step can be repeated."""
 
     of: Batches | FromLoader
     taken: list[Microbatch]
@@ -222,10 +223,10 @@ def backward(
     kind: str = "zero3",
     scale: float = 1.0,
 ) -> Tensor:
-    """Accumulate the gradients of a step, and its experts' load; return its loss: a mean over ranks is that of all.
+    """Accumulate the gradients and the expert load of a step. Return its loss: the mean over ranks is the global loss.
 
-    kind    of data parallelism; see fusedtp.train.shard
-    scale   what the gradients are multiplied by, and the loss that is returned is not
+    kind    kind of data parallelism; see fusedtp.train.shard
+    scale   factor on the gradients, but not on the returned loss
     """
     if pipeline is not None:
         loss = pipeline.step(list(batches.step(scale)), seed, step) / scale
@@ -243,18 +244,18 @@ def backward(
     return total
 
 
-# -- what a step measures
+# -- metrics of a step
 
 
 class Sink(Protocol):
-    """Where the records of Metrics go: `write` takes each, `close` comes after the last one or an error."""
+    """Receives the records of Metrics: `write` is called for each, `close` after the last one or after an error."""
 
     def write(self, record: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
 
 
 class Metrics:
-    """Times the steps of a loop and hands their records on. earlier: of the steps before a resumed run's first."""
+    """Times the steps of a loop and passes their records to sinks. earlier: records from before a run was resumed."""
 
     def __init__(
         self,
@@ -268,7 +269,7 @@ class Metrics:
         self._mark = time.perf_counter()
 
     def step(self, step: int, tokens: int, **numbers: Any) -> None:
-        """Record a step of so many tokens, which began when the previous record was made. numbers: Watch.step's too."""
+        """Record a step of `tokens` tokens, timed since the previous record. numbers: includes those of Watch.step."""
         begin, self._mark = self._mark, time.perf_counter()
         seconds, waits = self._mark - begin, [numbers.get(f"{kind}_seconds") for kind in WAITS]
         numbers |= {
@@ -280,7 +281,7 @@ class Metrics:
         self._write(self.steps[-1])
 
     def validation(self, step: int, loss: float) -> None:
-        """Record a validation loss; the time it took belongs to no step."""
+        """Record a validation loss; its time is not counted towards any step."""
         self.validations.append({"step": step, "val_loss": loss})
         self._write(self.validations[-1])
         self._mark = time.perf_counter()
@@ -303,7 +304,7 @@ class Metrics:
 
 
 def for_batch(options: OptimOptions, batch: int) -> OptimOptions:
-    """The options for steps of so many sequences: the learning rate follows batch_rule."""
+    """The options for a global batch of `batch` sequences, with the learning rate scaled by batch_rule."""
     times = batch / options.base_batch
     factor = {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[options.batch_rule]
     return replace(options, lr=options.lr * factor)
@@ -324,7 +325,7 @@ def learning_rate(options: OptimOptions, step: int) -> float:
 def adamw(model: nn.Module, options: OptimOptions, **implementation: Any) -> torch.optim.AdamW:
     """AdamW over a model's parameters; `implementation` takes torch's foreach= or fused=.
 
-    Matrices decay, vectors (norm weights, biases) do not.
+    Weight decay applies to matrices, not to vectors (norm weights, biases).
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
@@ -342,21 +343,21 @@ def adamw(model: nn.Module, options: OptimOptions, **implementation: Any) -> tor
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give it to every parameter group."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 # -- fp16's loss scale -------------------------------------------------------------------------------------------------
 
-SMALLEST = 2.0**-24  # below it, no overflow explains that gradients are not finite
+SMALLEST = 2.0**-24  # with a smaller scale, overflow cannot explain gradients that are not finite
 
 
 class LossScale:
-    """What the loss is multiplied by. value: now; good: steps since it last changed; skipped: steps left out so far."""
+    """The factor on the loss. value: the current scale; good: steps since it changed; skipped: steps skipped so far."""
 
     def __init__(self, value: float = 1.0, window: int | None = None) -> None:
-        """window: None keeps the value for good, and leaves no step out."""
+        """window: None keeps the value constant and never skips a step."""
         self.value, self.window, self.good, self.skipped = value, window, 0, 0
 
     def unscale_(self, model: nn.Module) -> None:
@@ -368,7 +369,7 @@ class LossScale:
         torch._foreach_mul_(local, 1 / self.value)
 
     def takes(self, norm: float) -> bool:
-        """Whether a step whose gradients have this norm is to be taken; sets the scale of the next one.
+        """Whether to take a step whose gradients have this norm. Updates the scale for the next step.
 
         Raises OverflowError if no scale makes the gradients finite.
         """
@@ -378,8 +379,8 @@ class LossScale:
             self.value, self.good, self.skipped = self.value / 2, 0, self.skipped + 1
             if self.value < SMALLEST:
                 raise OverflowError(
-                    f"the gradients are not finite, not even with a loss scale of {2 * self.value}: it is not fp16 "
-                    "that overflows"
+                    f"the gradients are not finite, not even with a loss scale of {2 * self.value}: this is not an "
+                    "overflow of fp16"
                 )
             return False
         self.good += 1
@@ -389,7 +390,7 @@ class LossScale:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What a step's record says of it."""
+        """The entries of a step's record about the loss scale."""
         return {} if self.window is None else {"loss_scale": self.value}
 
     def state_dict(self) -> dict[str, Any]:
@@ -402,7 +403,7 @@ class LossScale:
 
 
 def loss_scale_of(config: TrainConfig) -> LossScale:
-    """Dynamic for fp16, 1 for all others."""
+    """A dynamic loss scale for fp16, a constant 1 for other dtypes."""
     if config.run.dtype != "fp16":
         return LossScale()
     return LossScale(config.optim.loss_scale, config.optim.loss_scale_window)
@@ -412,9 +413,9 @@ def loss_scale_of(config: TrainConfig) -> LossScale:
 
 
 class ExpertLoad:
-    """Choices that fell on each expert of each layer in a step; and the biases that follow them.
+    """Counts how often each expert of each layer was chosen in a step, and updates the routers' biases accordingly.
 
-    rate   what a router's bias changes by in a step, where it has one
+    rate   change of a router's bias per step, if it has one
     """
 
     def __init__(self, model: Model, world: World, rate: float) -> None:
@@ -431,7 +432,7 @@ class ExpertLoad:
         self.recv_usage = torch.zeros(3, dtype=torch.int64, device=world.device)
 
     def add(self, routings: Sequence[Routing]) -> None:
-        """What the routers decided in a microbatch, in the order of layers."""
+        """Add the routers' decisions for a microbatch, in the order of layers."""
         for layer, routing in enumerate(routings):
             self.counts[0, layer] += routing.tokens_per_expert
             if routing.dropped is not None:
@@ -442,14 +443,16 @@ class ExpertLoad:
                     self.recv_usage[i].clamp_(min=value)
 
     def step(self) -> dict[str, Any]:
-        """After the optimizer: move the biases, and start anew. Collective. Empty of a model without experts.
+        """Call after the optimizer: update the biases, reset the counts, return metrics. Collective.
+
+        The metrics of a model without experts are empty.
 
         expert_load      choices by layer and expert
-        max_violation    of the layer where the busiest expert has most beyond its even share, as a part of that
-        dropped_share    of all choices
+        max_violation    the busiest expert's excess over an even share, relative to that share; maximum over layers
+        dropped_share    dropped choices / all choices
         expert_rows_bound, expert_rows_used, expert_rounds
-                         where experts take rounds: rows that a rank has room for, the most that one used in a
-                         microbatch, and in how many rounds
+                         if experts receive rows in rounds: capacity of a rank in rows, the most rows that a rank used
+                         in a microbatch, and the most rounds
         """
         if self.group is not None and self.layers:
             dist.all_reduce(self.counts, group=self.group)

@@ -1,14 +1,14 @@
-"""This process among the ranks of a job: its device, the ("pp", "dp", "tp") mesh, and what ranks tell each other.
+"""This rank in a job: its device, the ("pp", "dp", "tp") mesh, and small exchanges between ranks.
 
-Where the ranks of several data-parallel ones share experts, the mesh has three dimensions: experts lie on "inner" and
-"tp" (together "ep"), copies of them are data parallel over "outer", everything else over both ("dp").
+If ep > tp, "dp" is split into "outer" and "inner". Experts are sharded over "inner" and "tp" (together "ep") and are
+data parallel over "outer"; everything else is data parallel over both ("dp").
 
     rank = ((pp * outer_ranks + outer) * inner_ranks + inner) * tp_ranks + tp
 
-Tensor parallelism communicates most and is innermost, inside a machine; pipeline stages communicate least.
+Tensor parallelism communicates most, so it is innermost, within a machine; pipeline stages communicate least.
 
-A job of one process has no mesh and starts no process group. Between hosts and for long waits there is a
-group of its own on gloo, so that neither occupies a GPU nor runs into the collectives' timeout.
+A job of one process has no mesh and no process group. Exchanges through host memory and long waits use a gloo group of
+their own, so that they neither occupy a GPU nor run into the timeout of the collectives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import (
     _set_pg_timeout,
-)  # what new_group has; a mesh makes its groups without
+)  # sets a timeout like that of new_group, which init_device_mesh does not take
 
 import fusedtp
 from fusedtp.comm import communicator
@@ -35,14 +35,14 @@ from fusedtp.comm.process_world import let_gloo_end
 from fusedtp.ops import engines
 
 AXES = ("pp", "dp", "dp_replicate", "dp_shard", "tp")
-LONG_WAIT = timedelta(hours=6)  # while one rank trains alone for --verify, or writes
+LONG_WAIT = timedelta(hours=6)  # for waits while one rank trains alone for --verify, or writes
 
 
 @dataclass(frozen=True)
 class World:
-    """Where this rank stands. `mesh` is None in a job of one process.
+    """This rank's position in the job. `mesh` is None in a job of one process.
 
-    ep   ranks that share experts: tp, or a multiple of it
+    ep   ranks that share the experts: tp, or a multiple of it
     """
 
     dp: int = 1
@@ -53,24 +53,24 @@ class World:
     mesh: DeviceMesh | None = None
     flat: Mapping[str, DeviceMesh] = field(default_factory=dict)
     host_group: dist.ProcessGroup | None = None
-    checkpoint_group: dist.ProcessGroup | None = None  # of all ranks, for saves beside training
+    checkpoint_group: dist.ProcessGroup | None = None  # all ranks, for saves during training
     pp: int = 1
     dp_replicate: int = 1
-    step_group: dist.ProcessGroup | None = None  # of all ranks, for what they agree on in a step; default: host_group
+    step_group: dist.ProcessGroup | None = None  # all ranks, for exchanges in a step; default: host_group
 
     @staticmethod
     def of(mesh: DeviceMesh | None, device: torch.device) -> World:
-        """That of a mesh over all ranks in their order; its axes are some of AXES, in that order. Collective.
+        """The World of a mesh over all ranks in order. Its axes are a subset of AXES, in that order. Collective.
 
-        Raises ValueError for another mesh.
+        Raises ValueError for any other mesh.
         """
         if mesh is None:
             return World(device=device)
         names = mesh.mesh_dim_names or ()
         if [name for name in AXES if name in names] != list(names) or {"dp", "dp_shard"} <= set(names):
-            raise ValueError(f"a mesh with axes {names}; wanted are some of {', '.join(AXES)}, in this order")
+            raise ValueError(f"the mesh has axes {names}, but they must be some of {', '.join(AXES)}, in this order")
         if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
-            raise ValueError(f"a mesh of ranks {mesh.mesh.tolist()}; wanted are all ranks, in their order")
+            raise ValueError(f"the mesh has ranks {mesh.mesh.tolist()}, but it must have all ranks, in order")
         sizes = dict(zip(names, mesh.mesh.shape, strict=True))
         copies = sizes.get("dp_replicate", 1)
         dp = sizes.get("dp", 1) * copies * sizes.get("dp_shard", 1)
@@ -93,42 +93,42 @@ class World:
 
     @property
     def pp_mesh(self) -> DeviceMesh | None:
-        """Mesh of the pipeline's ranks; None where there is no pipeline."""
+        """Mesh of the pipeline's ranks; None without a pipeline."""
         return self.mesh["pp"] if self.mesh is not None and self.pp > 1 else None
 
     @property
     def tp_mesh(self) -> DeviceMesh | None:
-        """Mesh of the tensor-parallel ranks; None where nothing is shared among them, nor experts among more."""
+        """Mesh of the tensor-parallel ranks; None if both tp and ep are 1."""
         return self.mesh["tp"] if self.mesh is not None and max(self.tp, self.ep) > 1 else None
 
     @property
     def ep_mesh(self) -> DeviceMesh | None:
-        """Mesh of the ranks that share experts, where those are more than the tensor-parallel ones."""
+        """Mesh of the ranks that share the experts, if ep > tp; otherwise None."""
         return self.flat["ep"] if self.ep > self.tp else None
 
     @property
     def outer_mesh(self) -> DeviceMesh | None:
-        """Mesh of the ranks that hold the same experts; None where there is one data-parallel rank."""
+        """Mesh of the ranks that hold the same experts; None if there is only one data-parallel rank."""
         if self.mesh is None or self.dp == 1:
             return None
         return self.mesh["outer"] if self.ep > self.tp else self.dp_mesh
 
     @property
     def dp_mesh(self) -> DeviceMesh | None:
-        """Mesh of the data-parallel ranks; None where there is only one."""
+        """Mesh of the data-parallel ranks; None if there is only one."""
         if self.mesh is None or self.dp == 1:
             return None
         return self.flat["dp"] if "dp" in self.flat else self.mesh["dp"]
 
     @property
     def shard_mesh(self) -> DeviceMesh | None:
-        """What FSDP2 shards over: the data-parallel ranks, or [copies, shards] of them."""
+        """The mesh that FSDP2 shards over: the data-parallel ranks, 1-D or as [copies, shards]."""
         if self.mesh is None or self.dp_replicate == 1:
             return self.dp_mesh
         return self.mesh["dp_replicate", "dp_shard"]
 
     def token_ranks(self, sequence_parallel: bool) -> dist.ProcessGroup | None:
-        """The ranks that hold different tokens of this rank's layers; None where this one holds all."""
+        """Group of the ranks that hold different tokens for this rank's layers; None if this rank holds all tokens."""
         if self.mesh is None or not sequence_parallel:
             return None if self.dp_mesh is None else self.dp_mesh.get_group()
         return dist.group.WORLD if self.pp == 1 else self.flat["tokens"].get_group()
@@ -138,21 +138,21 @@ class World:
         return self.means(value.reshape(1))[0]
 
     def means(self, values: Tensor) -> list[float]:
-        """Of each of several numbers."""
+        """Means of several numbers over the data-parallel ranks."""
         values = values.detach().to(torch.float32, copy=True)
         if self.dp_mesh is not None:
             dist.all_reduce(values, group=self.dp_mesh.get_group())
         return [value / self.dp for value in values.tolist()]
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """Of every value the largest that a rank has. Collective, over host memory."""
+        """Elementwise maximum over all ranks. Collective, through host memory."""
         found = torch.tensor([int(value) for value in values])
         if (group := self.step_group or self.host_group) is not None:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         return [int(value) for value in found]
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Every rank's numbers, as many on all. Collective, over host memory."""
+        """Every rank's numbers; all ranks must pass equally many. Collective, through host memory."""
         own = torch.tensor(numbers, dtype=torch.float64)
         group = self.step_group or self.host_group
         if group is None:
@@ -163,7 +163,7 @@ class World:
         return rows
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, which can be pickled. Collective, over host memory."""
+        """Every rank's value, which must be picklable. Collective, through host memory."""
         group = self.step_group or self.host_group
         if group is None:
             return [value]
@@ -172,19 +172,19 @@ class World:
         return every
 
     def machines(self) -> list[str]:
-        """The name of every rank's machine. Collective."""
+        """The host name of every rank. Collective."""
         names = [os.uname().nodename] * self.size
         if self.host_group is not None:
             dist.all_gather_object(names, names[0], group=self.host_group)
         return names
 
     def wait_for_all(self) -> None:
-        """Return when all ranks are here; names those that are missing after LONG_WAIT."""
+        """Barrier over all ranks; its error names the ranks that are missing after LONG_WAIT."""
         if self.host_group is not None:
             dist.monitored_barrier(self.host_group, timeout=LONG_WAIT)
 
     def check(self) -> None:
-        """Raise what a failed wait for a peer left behind, before it reaches the parameters."""
+        """Raise the error of a failed wait for a peer, before wrong values reach the parameters."""
         for mesh in self.shared_meshes:
             fusedtp.check(mesh)
 
@@ -199,16 +199,16 @@ class World:
         return [] if self.mesh is None else [self.mesh, *self.flat.values()]
 
     def engine_calls(self) -> dict[str, dict[str, int]]:
-        """Kind of layer -> {engine that ran: calls} of this rank so far."""
+        """Kind of layer -> {engine that ran: number of calls}, for this rank so far."""
         found: dict[str, dict[str, int]] = {}
-        for mesh in self.shared_meshes:  # a layer is split over one of them
+        for mesh in self.shared_meshes:  # each layer is split over one of them
             found.update(engines.layer_calls(communicator(mesh)))
         return found
 
     def wait_seconds(self) -> float | None:
-        """Time this rank has spent waiting for the peers of its layers; None where it is not measured.
+        """Time this rank has spent waiting for the peers of its layers; None if it is not measured.
 
-        On a GPU kernels wait, and nothing on the host knows for how long.
+        On GPU the kernels wait, and the host cannot tell for how long.
         """
         if self.shared_meshes and self.device.type != "cpu":
             return None
@@ -216,9 +216,9 @@ class World:
 
 
 def placement(world: World, machines: Sequence[str]) -> list[str]:
-    """Where ranks lie, a line for each stage on each machine, and a warning where tensor parallelism leaves one.
+    """Where the ranks run: a line per stage and machine, and a warning if tensor parallelism spans machines.
 
-    machines   name of every rank's machine
+    machines   host name of every rank
     """
     lines, stage = [], world.dp * world.tp
     for (pp, name), group in groupby(range(world.size), lambda rank: (rank // stage, machines[rank])):
@@ -234,8 +234,8 @@ def placement(world: World, machines: Sequence[str]) -> list[str]:
     ]
     if apart:
         lines.append(
-            f"tensor-parallel ranks {', '.join(apart)} lie on several machines: a smaller --tp, which divides the "
-            "ranks of a machine, would keep fused operations off the network"
+            f"tensor-parallel ranks {', '.join(apart)} span several machines: a smaller --tp that divides the ranks of "
+            "a machine would keep fused operations off the network"
         )
     return lines
 
@@ -250,7 +250,7 @@ def device_type(asked: str) -> str:
 
 
 class Place(NamedTuple):
-    """Of this process in a job, as torchrun's environment has it."""
+    """Rank and number of ranks of this process, in the job and on its machine."""
 
     rank: int = 0
     local_rank: int = 0
@@ -259,7 +259,7 @@ class Place(NamedTuple):
 
 
 def torchrun_place() -> Place | None:
-    """Where torchrun put this process; None if none did."""
+    """The Place of this process from torchrun's environment; None without torchrun."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -276,9 +276,9 @@ def meshes(
     dp_replicate: int = 1,
     timeout: float | None = None,
 ) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
-    """The mesh of all ranks; "dp" and "ep" where those are no dimension of it; "tokens", the ranks of a stage.
+    """(mesh of all ranks, flattened meshes): "dp" and "ep" if they are not axes of it; "tokens", the ranks of a stage.
 
-    timeout   seconds that their groups wait on a CPU; see bound_waits
+    timeout   seconds that their groups wait on CPU; see bound_waits
     """
     flat: dict[str, tuple[str, ...]]
     if dp_replicate > 1:
@@ -292,7 +292,7 @@ def meshes(
     if pp > 1:
         flat["tokens"] = tuple(sizes)[1:]
     bound: Any = (None, None)
-    if timeout is not None and device == "cpu":  # gloo's receives wait as long as their group was made to
+    if timeout is not None and device == "cpu":  # gloo receives keep the timeout that their group was created with
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout)
@@ -307,9 +307,9 @@ def meshes(
 
 
 def bound_waits(world: World, seconds: float) -> None:
-    """Have waits for other ranks of a step end after so many seconds, whatever they wait in. Collective.
+    """Set the timeout of all waits for other ranks in a step: collectives and fused operations. Collective.
 
-    Receives between a pipeline's ranks on a CPU wait as long as `meshes` was told.
+    On CPU, receives between pipeline ranks keep the timeout that was passed to `meshes`.
     """
     groups = {group.group_name: group for mesh in world.meshes for group in mesh.get_all_groups()}
     if world.step_group is not None:
@@ -321,12 +321,12 @@ def bound_waits(world: World, seconds: float) -> None:
 
 
 def flattened(mesh: DeviceMesh, flat: Mapping[str, tuple[str, ...]], backend: Any = None) -> dict[str, DeviceMesh]:
-    """Axes of a mesh as one, by its new name."""
+    """Flattened axes of a mesh, by their new names."""
     return {name: mesh[axes]._flatten(name, backend) for name, axes in flat.items() if axes}
 
 
 def _host_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """For what ranks tell each other, and for saves beside training."""
+    """(host_group, checkpoint_group): gloo groups for exchanges between ranks and for saves during training."""
     first, second = (dist.new_group(backend="gloo", timeout=LONG_WAIT) for _ in range(2))
     return first, second
 
@@ -341,10 +341,10 @@ def world_of(
     dp_replicate: int = 1,
     timeout: float | None = None,
 ) -> Iterator[World]:
-    """Join the ranks that torchrun started; leave them when all is done. `ep` of them share experts; default: tp.
+    """Join the ranks that torchrun started, and leave them at the end. `ep` ranks share the experts; default: tp.
 
     timeout   seconds that a rank waits for others within a step
-    After an error the groups are left as they are: the process ends, and torchrun ends its peers.
+    After an error the process groups are not destroyed: the process ends, and torchrun ends its peers.
     """
     place = torchrun_place() or Place()
     here = torch.device(device, place.local_rank) if device == "cuda" else torch.device(device)

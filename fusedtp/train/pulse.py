@@ -1,13 +1,14 @@
-"""Which rank hangs, when the others time out.
+"""Finds the rank that hangs when the others time out.
 
-    rank 0    compute ... all_gather_matmul [waits for 1 ..... timeout] -> reads where all are -> RankHung names rank 1
-    rank 1    compute ... stuck in its own code                         (its thread goes on telling where it is)
+    rank 0    compute ... all_gather_matmul [waits for 1 ..... timeout] -> reads all positions -> RankHung names rank 1
+    rank 1    compute ... stuck in its own code                         (its thread keeps reporting its position)
 
-Every rank has a thread that writes once a second where the rank is into a store of the job's own: the kind of work that
-its clock books (clocks.py), since when, and its last call that communicated. The thread goes on while the rank hangs. A
-rank whose wait times out reads what the others wrote last: who is in no wait hangs; who has written nothing new is
-frozen or gone; and if all wait, they wait for different calls, which are named. Rank 0 holds the store, so where that
-one is frozen nobody answers. A call of torch's store has no timeout of its own then, so each runs in a thread.
+Every rank has a thread that writes the rank's position once a second into a store of the job: the kind of work that its
+clock books (clocks.py), for how long, and its last call that communicated. The thread keeps running while the rank
+hangs. A rank whose wait times out reads the last positions of the others. A rank that is not waiting hangs. A rank that
+has written nothing new is frozen or dead. If all wait, they wait in different calls, and the message lists the calls.
+Rank 0 holds the store, which does not answer if that rank is frozen. A call to torch's store has no timeout then, so
+each call runs in a thread.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from fusedtp.comm import PeerDied, SignalTimeout, communicator
 from fusedtp.train.clocks import APART, Clocks
 from fusedtp.train.mesh import World
 
-HANG, FLIGHT = "hang.json", "flight"  # of a run's folder
+HANG, FLIGHT = "hang.json", "flight"  # in a run's folder
 WAITING = ("tp_wait", "pp_wait", "dp_wait", "norm")  # kinds in which a rank waits for others
-STORE_BEATS = 10  # that a rank waits for an answer of the store
-KEPT = 30  # beats for which the rank that holds the store stays for those whose wait has yet to time out
-# what gloo and NCCL say of a wait that was too long, and gloo of a peer that has left
+STORE_BEATS = 10  # beats that a rank waits for an answer of the store
+KEPT = 30  # beats that the rank with the store stays alive for ranks that have not timed out yet
+# error messages: of gloo and NCCL for a timeout, and of gloo for a peer that has left
 TIMED_OUT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 CLOSED = re.compile(r"(closed|reset) by peer|broken pipe", re.IGNORECASE)
 
 
 class RankHung(RuntimeError):
-    """A wait for other ranks timed out; the message names the rank that did not come."""
+    """A wait for other ranks timed out; the message names the rank that hangs."""
 
 
 @dataclass
 class Position:
-    """Where a rank is. beat: counts how often it has said so; seconds: for how long it has been at `kind`.
+    """Where a rank is. beat: number of reports so far; seconds: how long it has been in `kind`.
 
-    call, calls   the last call that communicated, and how many there were of its sort
+    call, calls   the last call that communicated, and its number
     gave_up       whether its own wait has timed out
-    left          whether it has left `with`, so that it needs the store no more
+    left          whether it has left the context of Pulse and no longer needs the store
     """
 
     rank: int
@@ -72,8 +73,8 @@ class Position:
         return f"{self._who} has been {self._where} for {self.seconds:.0f} s{self._last}"
 
     def fell_silent(self) -> str:
-        """The same of a rank whose heartbeat stopped."""
-        return f"{self._who} answers no more; it was last heard of {self._where}{self._last}"
+        """The message for a rank whose heartbeat stopped."""
+        return f"{self._who} no longer responds; it was last seen {self._where}{self._last}"
 
     @property
     def _who(self) -> str:
@@ -89,13 +90,13 @@ class Position:
 
 
 class Pulse:
-    """Tells the other ranks where this one is, within `with`; an error that is a timeout leaves it as RankHung.
+    """A context that reports this rank's position to the other ranks, and turns a timeout into RankHung.
 
-    So does a connection that a peer closed because its own wait timed out: which of the two comes first is chance.
+    A connection that a peer closed because its own wait timed out also becomes RankHung: either may come first.
 
-    step     what step this rank is at
-    folder   where hang.json is written, by one of the ranks that are left; None: nowhere
-    beat     seconds from one word to the next
+    step     returns the current step of this rank
+    folder   where one of the remaining ranks writes hang.json; None: nowhere
+    beat     seconds between reports
     """
 
     def __init__(
@@ -110,11 +111,11 @@ class Pulse:
         self._here = Position(world.rank, socket.gethostname())
         self._ended, self._workspaces = threading.Event(), list[Any]()
         self._store: Any = None
-        self._asking: threading.Thread | None = None  # the last question to the store
+        self._asking: threading.Thread | None = None  # runs the last request to the store
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Pulse:
-        """Collective: rank 0 makes the store, all connect before any goes on: a store ends with its rank."""
+        """Collective. Rank 0 creates the store, and all ranks connect before any continues: it ends with rank 0."""
         if self.world.size == 1:
             return self
         shared = [communicator(mesh) for mesh in self.world.shared_meshes]
@@ -128,7 +129,7 @@ class Pulse:
             self._store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         self.world.gather_objects(None)
         self._look()
-        self._write()  # whoever is silent from now on has stopped
+        self._write()  # a rank without new reports from now on has stopped
         self._thread = threading.Thread(target=self._beat, name="fusedtp pulse", daemon=True)
         self._thread.start()
         return self
@@ -153,7 +154,7 @@ class Pulse:
         raise RankHung(f"{told}. {' '.join(str(error).split())}") from error
 
     def _who_hangs(self) -> tuple[str, set[int]]:
-        """In words and by rank, once this rank's own wait has ended; one that does not hang writes it down."""
+        """(message, hanging ranks), once this rank's own wait has ended. A rank that does not hang writes hang.json."""
         self._here.gave_up = True
         self._write()
         before = self._read()
@@ -161,7 +162,7 @@ class Pulse:
         after = self._read()
         told, hung = judge(before, after, self.world.size)
         if self._silent:
-            told, hung = "rank 0, which keeps note of where all ranks are, answers no more", {0}
+            told, hung = "rank 0, which stores the positions of all ranks, no longer responds", {0}
             after = [self._here]
         if self.folder is not None and self.world.rank == min(set(range(self.world.size)) - hung, default=0):
             report = {"time": time.time(), "what": told, "ranks": [asdict(each) for each in after]}
@@ -169,7 +170,7 @@ class Pulse:
         return told, hung
 
     def _peer_gave_up(self) -> bool:
-        """Whether another rank says within three beats that its wait timed out; one that died says nothing."""
+        """Whether another rank reports within three beats that its wait timed out; a dead rank reports nothing."""
         until = time.monotonic() + 3 * self.beat
         while not any(each.gave_up and each.rank != self.world.rank for each in self._read()):
             if time.monotonic() > until:
@@ -178,7 +179,7 @@ class Pulse:
         return True
 
     def _keep_store(self, ranks: set[int]) -> None:
-        """Until each of these has left too, for at most KEPT beats: the store ends with this rank."""
+        """Stay alive until all of these ranks have left, for at most KEPT beats: the store ends with this rank."""
         until = time.monotonic() + KEPT * self.beat
         while any(each.rank in ranks and not each.left for each in self._read()):
             if time.monotonic() > until:
@@ -188,7 +189,7 @@ class Pulse:
     def _beat(self) -> None:
         while not self._ended.wait(self.beat):
             self._look()
-            if not self._write() and not self._silent:  # it may answer again
+            if not self._write() and not self._silent:  # a silent store may answer again
                 return
 
     def _look(self) -> None:
@@ -204,11 +205,11 @@ class Pulse:
 
     @property
     def _silent(self) -> bool:
-        """Whether the store has left a question without an answer up to now."""
+        """Whether a request to the store is still unanswered."""
         return self._asking is not None and self._asking.is_alive()
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """An answer of the store. Raises RuntimeError where the rank that holds it is gone, or does not answer."""
+        """The store's answer. Raises RuntimeError if the rank that holds the store is gone or does not answer."""
         answer = list[Any]()
 
         def asking() -> None:
@@ -228,7 +229,7 @@ class Pulse:
         return answer[0]
 
     def _write(self) -> bool:
-        """Whether the rank that holds the store is still there."""
+        """Report this rank's position. Returns whether the store answered."""
         here = json.dumps(asdict(self._here))
         try:
             self._ask(lambda: self._store.set(f"rank {self.world.rank}", here))
@@ -237,7 +238,7 @@ class Pulse:
         return True
 
     def _read(self) -> list[Position]:
-        """Of every rank that has said anything."""
+        """The positions of all ranks that have reported one."""
         names = [f"rank {rank}" for rank in range(self.world.size)]
         try:
             said = self._ask(lambda: [self._store.get(name) for name in names if self._store.check([name])])
@@ -247,20 +248,21 @@ class Pulse:
 
 
 def record_flight(folder: Path) -> None:
-    """Have NCCL keep its last collectives and write them into the folder, a file a rank, when one times out.
+    """Enable NCCL's flight recorder: when a collective times out, each rank writes its last ones to a file in `folder`.
 
-    Before the process groups are made. What the environment says already stays. `torchfrtrace` reads the files.
+    Call before process groups are created. Environment variables that are already set are kept. `torchfrtrace` reads
+    the files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     where = str(folder.absolute() / "rank-")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", where)
-    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", where)  # its name before torch 2.9
+    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", where)  # the name before torch 2.9
 
 
 def timed_out(error: BaseException) -> bool:
-    """Whether a wait for other ranks ended because one did not come; a rank that died is named by who started it."""
+    """Whether a wait for other ranks timed out. A dead rank does not count: the launcher reports it."""
     for each in _with_causes(error):
         if isinstance(each, SignalTimeout):
             return not isinstance(each, PeerDied)
@@ -275,23 +277,23 @@ def closed_by_a_peer(error: BaseException) -> bool:
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what it was raised from: torch's schedules raise one of their own from that of a stage."""
+    """The error and its causes, since torch's schedules raise an error of their own from a stage's error."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def judge(before: Sequence[Position], after: Sequence[Position], ranks: int) -> tuple[str, set[int]]:
-    """Who hangs, in words and by rank, from where all ranks were at two times that are some beats apart."""
+    """(message, hanging ranks), from the positions of all ranks at two times that are a few beats apart."""
     if not after:
-        return "no rank says where it is: the one that kept note of it is gone", set()
+        return "no positions of ranks are known: the rank that stored them is gone", set()
     beats = {each.rank: each.beat for each in before}
     silent = set(range(ranks)) - {each.rank for each in after}
     frozen = [each for each in after if not each.gave_up and beats.get(each.rank) == each.beat]
     busy = [each for each in after if not each.waits and each not in frozen]
     told = [each.fell_silent() for each in frozen]
     told += [each.in_words() for each in busy]
-    told += [f"rank {rank} never said where it is" for rank in sorted(silent)]
+    told += [f"rank {rank} never reported its position" for rank in sorted(silent)]
     if told:
         return "; ".join(told), {each.rank for each in [*frozen, *busy]} | silent
     return "all ranks wait, in different calls: " + "; ".join(each.in_words() for each in after), set()

@@ -1,16 +1,17 @@
-"""How blocks run, and how data-parallel ranks share their parameters.
+"""torch.compile and activation checkpointing of blocks, and FSDP2 over data-parallel ranks.
 
     forward --torch.compile--> compiled --recompute_--> checkpointed --FSDP2's hooks around it--> called
 
-Checkpointing is outside of the compiled code: inside, torch 2.13 cannot order what communicates.
+Checkpointing wraps the compiled code: inside of it, torch 2.13 cannot keep the order of communication.
 
-FSDP2 goes over the "dp" axis, after tensor parallelism has sharded over "tp" and experts over theirs. It shards dim 0
-of every rank's part; of experts dim 1, the features of each, where a rank has fewer of them than there are ranks to
-shard over. A rank whose shard would be empty hangs in its collectives, so such a model is refused by name before it is
-sharded.
+FSDP2 shards over the "dp" axis, after tensor parallelism has sharded over "tp" and expert parallelism over its ranks.
+It shards dim 0 of every rank's part. Of experts it shards dim 1, the features of each expert, if a rank has fewer
+experts than there are ranks to shard over. A rank with an empty shard would hang in collectives, so such a model is
+rejected before it is sharded, with the names of the parameters.
 
-Experts that lie across data-parallel ranks have met the tokens of all of those by the time their gradient is there. So
-they are sharded over the other ranks only ("outer"), while their gradient is divided by as many as all others' is.
+If experts are spread over data-parallel ranks, their gradient already includes the tokens of all these ranks. So they
+are sharded over the remaining ranks only ("outer"), but their gradient is divided by the same number of ranks as all
+other gradients.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def prepare_(model: nn.Module, options: BlockOptions, two_passes: bool = False) -> None:
-    """Compile and checkpoint a model's blocks as asked, in place; before FSDP2 shards them.
+    """Compile and checkpoint a model's blocks in place, according to `options`. Call before FSDP2 shards them.
 
-    two_passes   of backward, as zero-bubble schedules have them
+    two_passes   whether backward is split into dgrad and wgrad, as in zero-bubble schedules
     """
     blocks = blocks_of(model)
     if options.compile:
-        # Blocks share their code, so that each graph counts against the limit of one function.
+        # All blocks share one forward function, so every block's graph counts against its recompile limit.
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, 4 * len(blocks))
         torch._functorch.config.activation_memory_budget = options.memory_budget
@@ -63,7 +64,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtypes_of(options: ParallelOptions) -> MixedPrecisionPolicy:
-    """What FSDP2 gathers and sums in."""
+    """The dtypes in which FSDP2 gathers parameters and reduces gradients."""
     return MixedPrecisionPolicy(
         param_dtype=DTYPES[options.param_dtype],
         reduce_dtype=DTYPES[options.reduce_dtype],
@@ -72,9 +73,9 @@ def dtypes_of(options: ParallelOptions) -> MixedPrecisionPolicy:
 
 
 def empty_shards(model: nn.Module, ways: Mapping[str, Way], ranks: int) -> list[str]:
-    """What is wrong with sharding over so many ranks a model whose parameters lie as said (default: whole).
+    """Errors of sharding a model over `ranks` ranks, given how its parameters are already split (default: not at all).
 
-    One message that names all parameters which would leave a rank without rows, with their shapes; none if none would.
+    Returns one message with the names and shapes of all parameters that would leave a rank without rows, or none.
     """
     found = []
     tp = min((math.prod(way.shape) for way in ways.values()), default=1)
@@ -93,14 +94,14 @@ def empty_shards(model: nn.Module, ways: Mapping[str, Way], ranks: int) -> list[
     if not found:
         return []
     return [
-        f"with {ranks // tp} data-parallel x {tp} tensor-parallel ranks a rank would hold no row of "
+        f"with {ranks // tp} data-parallel x {tp} tensor-parallel ranks, a rank would hold no row of "
         + ", ".join(found)
         + ": use fewer ranks or a larger model"
     ]
 
 
 def shard_dim(way: Way, shape: tuple[int, ...], ranks: int, dims: tuple[int, ...] = (0,)) -> int | None:
-    """Which of the tensor dimensions FSDP2 can shard over so many ranks, None if none: 0 unevenly, others evenly."""
+    """The first of `dims` that FSDP2 can shard over `ranks` ranks, or None. Only dim 0 may be sharded unevenly."""
     if ranks == 1:
         return 0
     for dim in dims:
@@ -123,12 +124,12 @@ def shard(
     """Shard a model's parameters, gradients and optimizer state over a mesh, block by block, in place.
 
     mesh     1-D; or [copies, shards]: sharded over the second dimension, averaged over both
-    outer    the 1-D mesh of the ranks that hold the same experts, where experts lie across ranks of `mesh`
-    stages   of a pipeline: the modules that are called in the place of the model
-    kind     zero3: free a block's gathered parameters after its forward; else they stay until backward or longer
-    dtypes   of the gathered parameters, and of the sum of gradients; default fp32
-    Gradients are means over the mesh. Raises ValueError naming the parameters that would leave a rank empty, and for
-    stages with a kind that schedules cannot keep: see shard_experts.
+    outer    1-D mesh of the ranks that hold the same experts, if experts are spread over ranks of `mesh`
+    stages   pipeline stages: the modules that are called instead of the model
+    kind     zero3: free a block's gathered parameters after its forward; otherwise they stay until backward or longer
+    dtypes   dtypes of the gathered parameters and of the gradient reduction; default fp32
+    Gradients are means over the mesh. Raises ValueError with the names of parameters that would leave a rank empty, and
+    for stages with zero2 or zero3, which pipeline schedules do not support; see shard_experts.
     """
     if stages and kind in ("zero2", "zero3"):
         raise ValueError(f"{kind} with pipeline stages, which keep parameters whole in a step: use zero1 or ddp")
@@ -147,15 +148,15 @@ def shard(
         fully_shard(root, mesh=mesh, mp_policy=dtypes)
         for module in root.modules():
             if isinstance(module, FSDPModule):
-                # gloo cannot average; a sum of scaled gradients is right on every backend.
+                # gloo cannot average; a sum of scaled gradients works with every backend.
                 module.set_force_sum_reduction_for_comms(True)
 
 
 def accumulate_(model: nn.Module, kind: str, last: bool) -> None:
-    """Before a microbatch, the last of a step or not: what its backward sends and frees.
+    """Call before each microbatch: set what its backward reduces and frees. last: it is the last one of the step.
 
-    zero3, zero2   gradients are reduced and sharded at once; zero3 frees parameters too
-    zero1, ddp     they are kept whole, and reduced once a step
+    zero3, zero2   reduce-scatter gradients in every microbatch; zero3 also frees parameters
+    zero1, ddp     keep whole gradients, and reduce them once per step
     """
     if not isinstance(model, FSDPModule):
         return
@@ -167,10 +168,10 @@ def accumulate_(model: nn.Module, kind: str, last: bool) -> None:
 def shard_experts(
     experts: Experts, mesh: DeviceMesh, outer: DeviceMesh, dtypes: MixedPrecisionPolicy, kind: str
 ) -> None:
-    """Shard them over `outer`; their gradient is a mean over `mesh`.
+    """Shard experts over `outer`; their gradient is a mean over `mesh`.
 
-    They stay gathered as long as their block does. Freed after forward, they would get no gradient under schedules
-    whose backward is two passes: torch looks for a stage's weights before backward has gathered them again.
+    They stay gathered as long as their block does. If they were freed after forward, schedules with a split backward
+    would give them no gradient: torch collects a stage's weights before backward has gathered them again.
     """
 
     def placement(parameter: nn.Parameter) -> Shard:

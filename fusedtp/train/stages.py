@@ -1,38 +1,38 @@
-"""Pipeline stages: consecutive layers of a model on each rank of "pp", and torch's schedules that run them.
+"""Pipeline stages: each rank of "pp" holds consecutive layers of a model, and torch's schedules run them.
 
     model on meta --parallelize(tp)--> cut, prune_ --> this rank's layers --shard(dp)--> memory --init_--> Pipeline.step
 
-A stage hands on what a layer makes: this tensor-parallel rank's tokens [T_r, H], a plain tensor. The first stage
-embeds, the last makes the loss; every rank reads the whole batch, so that masks, positions and labels need no transfer.
-Parameters keep the names that they have in the whole model, so that a checkpoint of any mesh loads on any other.
+A stage sends the output of its last layer: this tensor-parallel rank's tokens [T_r, H], a plain tensor. The first stage
+embeds, the last computes the loss. Every rank reads the whole batch, so that masks, positions and labels need no
+transfer. Parameters keep their names in the whole model, so that a checkpoint of any mesh loads on any other.
 
     single    gpipe, 1f1b                                              stage = rank
     looped    looped_bfs, interleaved_1f1b, interleaved_zero_bubble    stages rank, rank + pp, ...
     v         zbv_zero_bubble, dualpipev                               stages rank and 2 pp - 1 - rank
 
 Note [Losses of routers]
-Layers of experts make losses in every stage. A stage adds the gradient of its own to what it hands on (_WithLoss), and
-keeps their values, which the step's loss is summed up with.
+MoE layers produce router losses in every stage. A stage starts their backward together with that of its output
+(_WithLoss), and keeps their values, which are added to the step's loss.
 
 Note [Tied embeddings]
-Where the head is the embedding and the first and the last stage lie on two ranks, both hold it, the last one too as
-`embed_tokens.weight`. Each makes a part of its gradient; they are summed after backward, and count once in the norm.
-Where both stages lie on one rank, in a V, the last one borrows it: the first one's FSDP2 unit holds it. A step gathers
-it for the first stage's forward, which comes first, keeps it, and reduces its gradient after the first stage's last
-backward, which comes last.
+The embedding is also the head. If the first and the last stage are on two ranks, both hold the weight, the last one as
+`embed_tokens.weight` too. Each computes a part of its gradient; the parts are summed after backward, and the gradient
+norm counts them once. In a V schedule both stages are on one rank. The last stage then borrows the weight, which
+belongs to the FSDP2 unit of the first stage. A step gathers it for the first stage's forward, which comes first, keeps
+it gathered, and reduces its gradient after the first stage's last backward, which comes last.
 
 Note [Timeline]
 The actions of one pipeline step: when each rank ran which pass of which stage and microbatch.
-    with recording(stages, mesh, device) as timeline:     stages: torch's PipelineStage, of this rank
+    with recording(stages, mesh, device) as timeline:     stages: this rank's PipelineStages of torch
         schedule.step(...)
     timeline.gathered()                                   every rank's actions
 
-torch's schedules call three methods of a stage, one a pass. `recording` puts a clock around them on these instances and
-takes it away again, so that other steps run as they always do. Send and receive are outside of the methods: time
-between two actions of a rank is what it waited, sent and received.
+torch's schedules call three methods of a stage, one per kind of pass. `recording` wraps them with a timer on these
+instances and removes it afterwards, so that other steps are unaffected. Sends and receives happen outside these
+methods: the time between two actions of a rank was spent waiting, sending and receiving.
 
-Ranks meet in a barrier before the recorded step, and seconds count from there. On a CPU the clock is the host's, the
-same for all ranks of a machine. On a GPU, events are recorded on the stream that computes, and read after the step.
+Ranks meet in a barrier before the recorded step, and times count from there. On CPU the clock is the host's, which all
+ranks of a machine share. On GPU, events are recorded on the compute stream and read after the step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ LOOPED = {
 V_SHAPED = {"zbv_zero_bubble": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
 SCHEDULES = SINGLE | LOOPED | V_SHAPED
 TWO_PASSES = ("interleaved_zero_bubble", *V_SHAPED)
-# Before, torch's two passes fail on a stage's numbers. `make gpu` takes the torch that is there.
+# Before 2.13, torch's split backward fails on non-tensor arguments of a stage. `make gpu` uses the installed torch.
 SPLITS_BACKWARD = torch.__version__ >= "2.13"
 
 
@@ -81,9 +81,9 @@ SPLITS_BACKWARD = torch.__version__ >= "2.13"
 
 
 def costs(config: ModelConfig, length: int) -> tuple[list[float], float]:
-    """Multiply-adds a token of every layer, and of the head. A layer of experts counts those that a token meets.
+    """(multiply-adds per token of every layer, of the head). An MoE layer counts only the experts that a token visits.
 
-    The first layer has the embedding too: H additions in backward.
+    The first layer includes the embedding: H additions in backward.
     """
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = config.head_dim or hidden // heads
@@ -100,14 +100,14 @@ def costs(config: ModelConfig, length: int) -> tuple[list[float], float]:
 
 
 def cut(layers: Sequence[float], head: float, stages: int) -> list[range]:
-    """Layers of every stage, at least one each, so that the dearest stage is as cheap as can be; the last has the head.
+    """Layers of every stage, at least one each, that minimize the cost of the most expensive stage.
 
-    Raises ValueError for more stages than layers.
+    The last stage also has the head. Raises ValueError for more stages than layers.
     """
     count = len(layers)
     if not 1 <= stages <= count:
         raise ValueError(f"{stages} pipeline stages of {count} layers: each stage needs a layer")
-    # best[n][i]: (largest cost of a stage, where the last of them begins) for the first i layers in n stages
+    # best[n][i]: (largest cost of a stage, first layer of the last stage) for the first i layers in n stages
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for n in range(1, stages + 1):
         row = {}
@@ -124,14 +124,14 @@ def cut(layers: Sequence[float], head: float, stages: int) -> list[range]:
 
 
 def stage_costs(layers: Sequence[float], head: float, parts: Sequence[range]) -> list[float]:
-    """Of stages with these layers; the last has the head."""
+    """Costs of stages with these layers; the last stage includes the head."""
     found = [sum(layers[part.start : part.stop]) for part in parts]
     found[-1] += head
     return found
 
 
 def stages_of(schedule: str, pp: int, rank: int, virtual: int = 2) -> list[int]:
-    """The stages that a rank of `pp` runs, in their order."""
+    """The stages that a rank of `pp` runs, in order."""
     if schedule in SINGLE:
         return [rank]
     if schedule in V_SHAPED:
@@ -140,19 +140,19 @@ def stages_of(schedule: str, pp: int, rank: int, virtual: int = 2) -> list[int]:
 
 
 def two_passes(schedule: str, pp: int) -> bool:
-    """Whether backward comes in two passes: inputs' gradients first, weights' later."""
+    """Whether backward is split into two passes: dgrad first, wgrad later."""
     return pp > 1 and schedule in TWO_PASSES
 
 
 def stage_count(schedule: str, pp: int, virtual: int = 2) -> int:
-    """Of the whole pipeline."""
+    """Number of stages of the whole pipeline."""
     return len(stages_of(schedule, pp, 0, virtual)) * pp
 
 
 def pipeline_faults(
     schedule: str, pp: int, virtual: int, layers: int, microbatches: int, of: str = "--layers {}"
 ) -> list[str]:
-    """Why a pipeline cannot be run so. of: what the layers are called."""
+    """Errors of a pipeline's options, as messages. of: how messages refer to the number of layers."""
     if pp < 2:
         return []
     found, count = [], stage_count(schedule, pp, virtual)
@@ -164,7 +164,7 @@ def pipeline_faults(
             f"--schedule {schedule} with --pp {pp} needs at least {least} --accumulate microbatches, not {microbatches}"
         )
     if schedule in TWO_PASSES and not SPLITS_BACKWARD:
-        found.append(f"--schedule {schedule} needs torch 2.13: before, its two passes of a backward fail")
+        found.append(f"--schedule {schedule} needs torch 2.13: its split backward fails in older versions")
     if schedule in ("interleaved_1f1b", "interleaved_zero_bubble") and microbatches % pp:
         found.append(f"--schedule {schedule} needs --pp {pp} to divide --accumulate {microbatches}")
     return found
@@ -174,12 +174,12 @@ def pipeline_faults(
 
 
 class _WithLoss(torch.autograd.Function):
-    """x, whose backward also begins that of a loss."""
+    """Identity on x; its backward also starts the backward of a loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
         ctx.dtype = loss.dtype
-        return x.clone()  # schedules detach what a stage returns, which a view does not allow
+        return x.clone()  # schedules detach a stage's output in place, which fails for a view
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,15 +187,15 @@ class _WithLoss(torch.autograd.Function):
 
 
 class Borrows(nn.Module):
-    """A stage that uses modules of another stage of its rank; see Note [Tied embeddings].
+    """A stage that uses modules of another stage on the same rank; see Note [Tied embeddings].
 
-    lent   those modules: their weights get gradients here too, and FSDP2 shards them with the other stage
+    lent   the borrowed modules: their weights get gradients here too, and FSDP2 shards them with the other stage
     """
 
     lent: Sequence[nn.Module] = ()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Its own and those that it borrows: what torch's backward passes look for."""
+        """Own and borrowed parameters, since torch's backward passes need both."""
         every = [*super().parameters(recurse), *(p for module in self.lent for p in module.parameters())]
         yield from {id(p): p for p in every}.values()
 
@@ -203,8 +203,8 @@ class Borrows(nn.Module):
 class Stage(Borrows):
     """Layers of a model as a module: input_ids [B, S] or hidden [T_r, H] -> hidden [T_r, H], or the loss [1].
 
-    losses     of its routers, of every forward so far; what the last stage returns has them in it
-    routings   what its routers decided, of every forward so far
+    losses     router losses of the forwards so far; the last stage includes its own in the loss that it returns
+    routings   routing decisions of the forwards so far
     """
 
     losses: list[Tensor]
@@ -212,11 +212,11 @@ class Stage(Borrows):
 
     def __init__(self, model: CausalLM, layers: Sequence[int], first: bool, last: bool, both: bool = False) -> None:
         super().__init__()
-        self._model = [model]  # no submodule: its parameters are other stages' too
+        self._model = [model]  # in a list, so that it is not a submodule: it has parameters of other stages
         self.first, self.last = first, last
         self.layers = nn.ModuleList(_layer(model, i) for i in layers)
         tied = model.config.tie_word_embeddings
-        borrows = both and tied  # the first stage has embedding and head, whose weight is one
+        borrows = both and tied  # the first stage has both embedding and head, which share a weight
         if first or (last and tied and not borrows):
             self.embed_tokens = model.embed_tokens
         if last:
@@ -247,7 +247,7 @@ class Stage(Borrows):
             self.routings.append(tuple(layout.routings.found))
         if self.last:
             whole = model.loss_of(model.norm(x), labels, layout, num_labels)
-            return torch.stack((whole,))  # no view, which FSDP2 warns of
+            return torch.stack((whole,))  # not a view: FSDP2 warns about views
         if (loss := model.routers_loss(layout, labels, num_labels)) is None:
             return x
         self.losses.append(loss.detach())
@@ -262,9 +262,9 @@ def _layer(model: CausalLM, index: int) -> nn.Module:
 
 
 class Staged(Protocol):
-    """What a pipeline asks of a model: see CausalStages, and fusedtp.train.foreign.TransformersModel.
+    """What a pipeline requires of a model; see CausalStages and fusedtp.train.foreign.TransformersModel.
 
-    tied   whether the embedding is the head too, and trained
+    tied   whether the embedding is also the head, and is trained
     """
 
     @property
@@ -274,18 +274,18 @@ class Staged(Protocol):
     def embedding(self) -> nn.Parameter: ...
 
     def stage(self, layers: Sequence[int], first: bool, last: bool, both: bool = False) -> nn.Module:
-        """These layers as a module that is called as Stage is. both: the rank has the first and the last stage."""
+        """A module of these layers, called like Stage. both: the rank has the first and the last stage."""
 
     def keep_(self, layers: Sequence[int], first: bool, last: bool) -> None:
-        """Leave these layers of the model, and what belongs to the first and the last stage. Names stay."""
+        """Remove all layers but these, and what only the first or last stage needs if it is not here. Names stay."""
 
     def edge(self, batch: int, length: int) -> tuple[int, int, torch.dtype]:
-        """Rows, features and dtype of what one stage hands the next."""
+        """Rows, features and dtype of the tensor that one stage sends to the next."""
 
 
 @dataclass
 class CausalStages:
-    """A CausalLM as `Staged`. What is left out of it is None."""
+    """A CausalLM as `Staged`. Removed modules become None."""
 
     model: CausalLM
 
@@ -317,19 +317,19 @@ class CausalStages:
 
 
 def staged(model: Any) -> Staged:
-    """A model of either kind."""
+    """The Staged interface of either kind of model."""
     found: Staged = CausalStages(model) if isinstance(model, CausalLM) else model
     return found
 
 
 def prune_(model: nn.Module, parts: Sequence[range], here: Sequence[int]) -> None:
-    """Leave of a model what the stages `here` have of it."""
+    """Remove from a model everything that the stages `here` do not use."""
     own = [layer for stage in here for layer in parts[stage]]
     staged(model).keep_(own, 0 in here, len(parts) - 1 in here)
 
 
 def _arguments(batches: Sequence[Microbatch], seed: int, step: int) -> dict[str, Any]:
-    """What every stage takes beside hidden states, microbatches one behind the other."""
+    """The arguments of every stage besides hidden states, concatenated over microbatches."""
     found: dict[str, Any] = {
         "labels": torch.cat([batch.labels for batch in batches]),
         "dropout": torch.stack([dropout_state(seed, step, batch.first_token) for batch in batches]),
@@ -342,7 +342,7 @@ def _arguments(batches: Sequence[Microbatch], seed: int, step: int) -> dict[str,
 
 
 class _TimedStage(PipelineStage):
-    """torch's, which books its passes as compute; a schedule's remaining time is spent sending and waiting."""
+    """A PipelineStage that books its passes as compute. The rest of a schedule's time is spent sending and waiting."""
 
     clocks: Clocks
 
@@ -371,12 +371,13 @@ class _TimedStage(PipelineStage):
 
 @dataclass
 class Pipeline:
-    """The stages of this rank, which `prune_` left of `model`, and how they run.
+    """This rank's stages of a `model` after `prune_`, and the schedule that runs them.
 
-    mesh       "pp", one-dimensional
+    mesh       the one-dimensional "pp" mesh
     parts      layers of every stage
-    cost       of every stage, in any unit, where it is known
-    stages     this rank's: index -> module
+    here       indices of this rank's stages
+    cost       cost of every stage in any unit, if known
+    stages     this rank's stages: index -> module
     ran        torch's schedule of the last step
     """
 
@@ -410,9 +411,9 @@ class Pipeline:
         return len(self.parts) - 1 in self.stages
 
     def step(self, batches: Sequence[Microbatch], seed: int, step: int) -> Tensor:
-        """Forward and backward of a step's microbatches; their loss, the same on all ranks of the pipeline. Collective.
+        """Forward and backward of a step's microbatches. Returns their loss on all ranks of the pipeline. Collective.
 
-        Microbatches must be of one shape; from one step to the next it may change.
+        The microbatches of a step must have the same shape; it may differ between steps.
         """
         losses: list[Tensor] = []
         arguments = _arguments(batches, seed, step)
@@ -432,7 +433,7 @@ class Pipeline:
             return self._everywhere(losses)
 
     def record(self, step: int, tell: Callable[[list[Action]], None]) -> None:
-        """Time the actions of a step to come, and call `tell` with those of all ranks. See Note [Timeline]."""
+        """Time the actions of a future step, and call `tell` with those of all ranks. See Note [Timeline]."""
         self._to_record[step] = tell
 
     @contextmanager
@@ -441,16 +442,16 @@ class Pipeline:
         if tell is None:
             yield
             return
-        stages = getattr(schedule, "_stages", None) or [schedule._stage]  # of one stage a rank
+        stages = getattr(schedule, "_stages", None) or [schedule._stage]  # a schedule with one stage per rank
         with recording(stages, self.mesh, self.device) as timeline:
             yield
         tell(timeline.gathered())
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Microbatch]) -> Tensor:
-        """The sum of the microbatches' losses, without gradients, the same on all ranks of the pipeline. Collective.
+        """Sum of the microbatches' losses, without gradients, the same on all ranks of the pipeline. Collective.
 
-        torch's V-shaped schedules cannot go forward alone (2.13): microbatches go through the stages one by one.
+        torch's V-shaped schedules cannot run forward only (2.13), so microbatches pass the stages one by one.
         """
         losses: list[Tensor] = []
         holders = {i: rank for rank in range(self.mesh.size()) for i in self._stages_of(rank)}
@@ -466,19 +467,19 @@ class Pipeline:
                     dist.send(kept, group=self.group, group_dst=holders[index + 1])
             if self.has_last:
                 losses.append(kept.sum())
-        self.routings()  # counted in training only
+        self.routings()  # discard them: expert load is counted in training only
         return self._everywhere(losses)
 
     def _stages_of(self, rank: int) -> list[int]:
         return stages_of(self.schedule, self.mesh.size(), rank, len(self.here))
 
     def _edge(self, shape: tuple[int, ...], device: str | torch.device | None = None) -> Tensor:
-        """Room for what one stage hands the next for microbatches of this shape: [T_r, H]."""
+        """An empty tensor [T_r, H] like the one that a stage sends to the next for microbatches of this shape."""
         *size, dtype = self.of.edge(*shape)
         return torch.empty(size, dtype=dtype, device=device or self.device)
 
     def _everywhere(self, losses: Sequence[Tensor]) -> Tensor:
-        """The sum of the losses, which the rank of the last stage has, and of those of all stages' routers."""
+        """The sum of the losses, held by the rank of the last stage, and of the router losses of all stages."""
         every = [loss.detach().reshape(()).float() for loss in losses]
         for stage in self._own_stages():
             every += [loss.float() for loss in stage.losses]
@@ -488,7 +489,7 @@ class Pipeline:
         return total
 
     def routings(self) -> list[list[Routing]]:
-        """What the routers of this rank's layers decided in every microbatch since the last call, in their order."""
+        """Routing decisions of this rank's layers, in order, for each microbatch since the last call."""
         stages = self._own_stages()
         found = [
             [routing for stage in of_stages for routing in stage]
@@ -507,7 +508,7 @@ class Pipeline:
         return next(self.model.parameters()).device
 
     def torch_schedule(self, batches: Sequence[Microbatch]) -> Any:
-        """torch's schedule for microbatches of this shape, whose stages know what they send and receive."""
+        """torch's schedule for microbatches of this shape; its stages know the shapes that they send and receive."""
         shape, count = tuple(batches[0].input_ids.shape), len(batches)
         if any(tuple(batch.input_ids.shape) != shape for batch in batches):
             raise ValueError(
@@ -538,11 +539,11 @@ class Pipeline:
         return made
 
     def _tied_group(self) -> dist.ProcessGroup | None:
-        """The ranks of the first and the last stage, where both hold the embedding; see Note [Tied embeddings]."""
+        """Group of the ranks of the first and last stage, if both hold the embedding; see Note [Tied embeddings]."""
         if not self.of.tied or self.schedule in V_SHAPED:
-            return None  # a V begins and ends on one rank
+            return None  # a V schedule begins and ends on one rank
         ranks = [int(rank) for rank in self.mesh.mesh.flatten()]
-        # every rank of the job makes the groups of all pipelines, in one order
+        # every rank of the job must create the groups of all pipelines, in the same order
         every: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(every, [ranks[0], ranks[-1]])
         found = None
@@ -554,13 +555,13 @@ class Pipeline:
 
     @property
     def uncounted(self) -> list[Tensor]:
-        """Parameters of this rank that the norm of the gradients counts on another."""
+        """Parameters of this rank that the gradient norm counts on another rank."""
         return [] if self.tied is None or self.has_first else [self.of.embedding]
 
 
-# -- what ran when -----------------------------------------------------------------------------------------------------
+# -- timeline ----------------------------------------------------------------------------------------------------------
 
-FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"  # B is I and W in one
+FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"  # B is I and W in one pass
 PASSES = {  # torch's methods; backward_one_chunk(full_backward=False) is I
     "forward_one_chunk": FORWARD,
     "backward_one_chunk": BACKWARD,
@@ -571,7 +572,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same for all processes 
 
 
 class Action(NamedTuple):
-    """A pass of a stage. rank: of the pipeline. kind: F, B, I or W. begin, end: seconds since the step began."""
+    """A pass of a stage. rank: pipeline rank. kind: F, B, I or W. begin, end: seconds since the step began."""
 
     rank: int
     stage: int
@@ -582,7 +583,7 @@ class Action(NamedTuple):
 
 
 class Timeline:
-    """What this rank does, from `start` on."""
+    """Records the actions of this rank from `start` on."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh, self.device = mesh, device
@@ -590,7 +591,7 @@ class Timeline:
         self._start: Any = None
 
     def start(self) -> None:
-        """Meet the other ranks; time counts from here. Collective."""
+        """Wait for the other ranks; times count from here. Collective."""
         group = self.mesh.get_group()
         dist.barrier(group)
         self._start = self._now()
@@ -601,7 +602,7 @@ class Timeline:
             self._start = max(start for where, start in every if where == machine)
 
     def timed(self, stage: int, name: str, method: Any, microbatch: int, *args: Any, **options: Any) -> Any:
-        """Call a method of a stage."""
+        """Call a method of a stage and record when it began and ended."""
         begin = self._now()
         result = method(microbatch, *args, **options)
         kind = INPUT if options.get("full_backward") is False else PASSES[name]
@@ -621,7 +622,7 @@ class Timeline:
         return float(self._start.elapsed_time(mark)) / 1e3
 
     def actions(self) -> list[Action]:
-        """Of this rank, in their order."""
+        """This rank's actions, in order."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         rank = self.mesh.get_local_rank()
@@ -631,7 +632,7 @@ class Timeline:
         ]
 
     def gathered(self) -> list[Action]:
-        """Of all ranks of the pipeline. Collective."""
+        """The actions of all ranks of the pipeline. Collective."""
         every: list[Any] = [None] * self.mesh.size()
         dist.all_gather_object(every, self.actions(), group=self.mesh.get_group())
         return [action for part in every for action in part]
@@ -639,7 +640,7 @@ class Timeline:
 
 @contextmanager
 def recording(stages: Sequence[Any], mesh: DeviceMesh, device: torch.device) -> Iterator[Timeline]:
-    """Within, the passes of these stages are timed. Collective over the pipeline's mesh."""
+    """Time the passes of these stages within this context. Collective over the pipeline's mesh."""
     timeline = Timeline(mesh, device)
     for stage in stages:
         for name in PASSES:
@@ -650,4 +651,4 @@ def recording(stages: Sequence[Any], mesh: DeviceMesh, device: torch.device) -> 
     finally:
         for stage in stages:
             for name in PASSES:
-                delattr(stage, name)  # the class's method is there again
+                delattr(stage, name)  # uncovers the class's method again

@@ -1,44 +1,44 @@
-"""Watches a run: where each rank's time goes, who is slow, whether communication or compute bounds it, and its losses.
+"""Monitors a run: each rank's time by kind, stragglers, whether communication or compute bounds it, and loss spikes.
 
     watch = Watch(world, every=10, folder=runs / "main")      folder: rank 0 writes ranks.jsonl there
-    watch.attach(model, pipeline, batches)                    what they wait for is timed
+    watch.attach(model, pipeline, batches)                    time their communication and reading
     for step in ...:
         watch.begin()
         ... forward and backward
         watch.computed()
-        with watch.clocks("norm"):                            clip; agree on norm and loss
+        with watch.clocks("norm"):                            clip; reduce norm and loss over ranks
         with watch.clocks("optimizer"):                       optimizer.step()
         numbers = watch.step(step, loss)                      this rank's seconds by kind, for its metrics
     print(watch.verdict())
 
 | kind | what a rank did |
 |---|---|
-| compute | forward and backward, without what follows |
-| tp_wait | slept in fused operations and their plain collectives, for the peers of its layers |
-| pp_wait | inside a pipeline's schedule, outside of its passes: the bubble, sends, receives |
-| dp_wait | FSDP2's gathers, scatters and reductions |
+| compute | forward and backward, except for the following kinds |
+| tp_wait | waited in fused operations and their plain collectives for the peers of its layers |
+| pp_wait | inside a pipeline schedule but outside of its passes: bubble, sends, receives |
+| dp_wait | FSDP2's all-gathers, reduce-scatters and all-reduces |
 | data | read batches |
-| norm | clipped, and agreed on norm and loss with the others: what is left of waiting for slower ranks falls here |
+| norm | clipped, and reduced norm and loss over ranks; remaining waits for slower ranks show up here |
 | optimizer | updated parameters |
-| other | the rest: saving, writing what was measured |
+| other | everything else: saving, writing metrics |
 
-They add up to the step. Times are the host's. On a GPU kernels wait, where no host sees it: what it sees there is data
-alone, and all other kinds are None.
+They add up to the step. Times are host times. On GPU the kernels wait, which the host cannot see: only data is measured
+there, and all other kinds are None.
 
 Note [Not finite]
-What to do with a step whose loss or gradients are not finite, and where that began. A step can be left out only while
-all parameters are finite: else the run ends, before checkpoints like that take the place of good ones.
+How a step with a loss or gradients that are not finite is handled, and how its origin is found. A step can be skipped
+only while all parameters are finite. Otherwise the run ends, before bad checkpoints replace good ones.
 
-The norm of the gradients and the mean loss are the same on all ranks, so all take the same turn here. The step is
-computed once more, from the same samples with the same random numbers, and hooks on every module look at its output:
+The gradient norm and the mean loss are the same on all ranks, so all ranks take the same branch. The step is repeated
+with the same samples and the same random numbers, and hooks check the output of every module:
 
-    a parameter was not finite before the step       it is named, with the ranks that hold it
-    else a module made infinities out of finite inputs     the first one in the forward pass, with its ranks
-    else a gradient did                                    the first one in the backward pass
-    else                                                   the fault did not repeat: hardware, or a race
+    a parameter was not finite before the step             report it, with the ranks that hold it
+    else a module's output is not finite, its inputs are   report the first one in the forward pass, with its ranks
+    else a gradient is not finite                          report the first one in the backward pass
+    else                                                   the error did not repeat: hardware, or a race
 
-A step costs nothing for this until one is bad. Source: the idea of running a suspicious step again is Megatron's
-(`rerun_state_machine`); names come from hooks here.
+This costs nothing until a step is bad. Source: Megatron repeats suspicious steps too (`rerun_state_machine`); here,
+hooks provide the names.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ from fusedtp.train.data import Batches, FromLoader
 from fusedtp.train.mesh import World
 from fusedtp.train.stages import Pipeline
 
-RANKS = "ranks.jsonl"  # of a run's folder
+RANKS = "ranks.jsonl"  # in a run's folder
 WAITS = ("tp_wait", "pp_wait", "dp_wait")
-OWN = ("compute", "data", "optimizer")  # what a rank spends by itself; a rank is slow in one of them
+OWN = ("compute", "data", "optimizer")  # a rank's own work; stragglers are slow in one of these kinds
 KINDS = (OWN[0], *WAITS, *OWN[1:], "norm", OTHER)
-SLOW = 2.0  # times the median of the other ranks is slow
-LEAST_STEPS = 4  # whose times show who is slow, unless a look is asked for after fewer
-NOTICED = 0.1  # if it also is this share of a step above that median
+SLOW = 2.0  # a rank is slow from this multiple of the other ranks' median,
+NOTICED = 0.1  # if it also exceeds that median by this share of a step
+LEAST_STEPS = 4  # steps needed to detect stragglers, unless Watch.every is smaller
 
 
 # -- all ranks ---------------------------------------------------------------------------------------------------------
@@ -82,11 +82,11 @@ NOTICED = 0.1  # if it also is this share of a step above that median
 
 @dataclass(frozen=True)
 class Reading:
-    """The ranks' times over some steps, the last of which is `step`.
+    """The ranks' times over some steps; `step` is the last of them.
 
-    mean     kind -> a step's seconds of every rank; NaN where a device does not measure them
-    usual    the same, but the lower quartile of the steps: a step that something else disturbed does not show
-    memory   most bytes that every rank has used
+    mean     kind -> mean seconds per step of every rank; NaN if not measured on this device
+    usual    the same with the lower quartile over steps, which ignores steps with outside disturbances
+    memory   peak memory of every rank in bytes
     """
 
     step: int
@@ -101,7 +101,7 @@ class Reading:
 
     @staticmethod
     def from_dict(line: Mapping[str, Any]) -> Reading:
-        """What to_dict made; its means stand for what is usual too."""
+        """Inverse of to_dict; the means are used for `usual` too."""
         mean = {
             kind: [math.nan if value is None else float(value) for value in values]
             for kind, values in line["seconds"].items()
@@ -109,7 +109,7 @@ class Reading:
         return Reading(line["step"], line["steps"], mean, mean, line["memory"])
 
     def to_dict(self) -> dict[str, Any]:
-        """As a line of ranks.jsonl: seconds are means, null where they are not measured."""
+        """A line of ranks.jsonl: mean seconds, null if not measured."""
         seconds = {
             kind: [None if math.isnan(value) else value for value in values] for kind, values in self.mean.items()
         }
@@ -118,7 +118,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is slow in a kind of work: its seconds a step, and the median of the ranks it was compared to."""
+    """A rank that is slow in a kind of work: its seconds per step, and the median of the ranks it is compared with."""
 
     rank: int
     kind: str
@@ -136,12 +136,13 @@ class Straggler:
 def stragglers(
     reading: Reading, stages: Sequence[int] | None = None, cost: Sequence[float] | None = None
 ) -> list[Straggler]:
-    """The ranks that are slow in work of their own; what ranks wait for each other says nothing about them.
+    """The ranks that are slow in work of their own. Waits for other ranks do not identify a straggler.
 
-    stages   of every rank, the place in the pipeline; compute is compared with the ranks of the same one
-    cost     of every rank's stages; a place that has one rank is compared with all, and must be slow for its cost too
-    A rank counts as slow at SLOW times the median of the others, if that is NOTICED of a step more; its usual steps
-    must be so, three of four.
+    stages   pipeline rank of every rank; compute and optimizer are compared among ranks of the same pipeline rank
+    cost     cost of every rank's stages; the only rank of a pipeline rank is compared with all ranks, and must be slow
+             relative to its cost too
+    A rank is slow if it takes at least SLOW times the median of the others and NOTICED of a step more, in three of four
+    steps (lower quartile).
     """
     total = statistics.fmean(sum(step_of(reading, rank).values()) for rank in range(reading.ranks))
     found = []
@@ -166,21 +167,21 @@ def stragglers(
 
 
 def lower_quartile(values: Sequence[float]) -> float:
-    """Of the values that are there, one that a quarter of them are not above; of fewer than five, the least."""
+    """The lower quartile, always one of the values; the minimum of fewer than five values."""
     return sorted(values)[(len(values) - 1) // 4]
 
 
 def step_of(reading: Reading, rank: int) -> dict[str, float]:
-    """A rank's mean seconds of a step by kind, those that are measured."""
+    """A rank's mean seconds per step by kind, without kinds that are not measured."""
     return {kind: each[rank] for kind, each in reading.mean.items() if not math.isnan(each[rank])}
 
 
 def verdict(readings: Sequence[Reading]) -> tuple[str, dict[str, float]]:
-    """What bounds a run, and the shares of a step that say so; ("not measured", ...) where waits are not, and
-    ("not known", {}) without readings.
+    """(what bounds a run, shares of a step); ("not measured", ...) if waits are not measured, ("not known", {}) without
+    readings.
 
-    communication   the waits of the rank that waited least: transfers, and a pipeline's bubble
-    slower_ranks    what ranks waited beyond that, in the mean: for ranks that came later
+    communication   waits of the rank that waited least: transfers, and the pipeline bubble
+    slower_ranks    mean wait beyond that: for ranks that arrived later
     """
     steps = sum(reading.steps for reading in readings)
     if not steps:
@@ -212,12 +213,12 @@ def verdict(readings: Sequence[Reading]) -> tuple[str, dict[str, float]]:
 
 
 def in_words(bound: str, shares: Mapping[str, float]) -> str:
-    """A verdict with its evidence, in a line."""
+    """The result of `verdict` as a line of text."""
     if bound == "not known":
-        return "what bounds a step is not known: no step but the first one, which warms up, was trained"
+        return "what bounds a step is not known: only the first step, the warm-up, was trained"
     if bound == "not measured":
         told = f"; reading data took {shares['data']:.0%}" if "data" in shares else ""
-        return "what bounds a step is not measured on this device, where kernels wait" + told
+        return "what bounds a step is not measured on this device, because its kernels do the waiting" + told
     waits = ", ".join(f"{kind[:2]} {shares[kind]:.0%}" for kind in WAITS if shares[kind] >= 0.005)
     waited = sum(shares[kind] for kind in WAITS)
     if waits:
@@ -235,10 +236,10 @@ def in_words(bound: str, shares: Mapping[str, float]) -> str:
 
 
 class Spikes:
-    """Notes a loss that stands out of the last ones: more than `limit` deviations above their median.
+    """Detects loss spikes: losses more than `limit` deviations above the median of the recent losses.
 
-    The deviation is 1.4826 times the median distance from the median, that of a normal distribution, and at least one
-    percent of the median. Of losses that stay high, the first is noted.
+    The deviation is 1.4826 times the median distance from the median (the standard deviation of a normal distribution),
+    and at least one percent of the median. If the loss stays high, only the first spike is reported.
     """
 
     def __init__(self, window: int = 64, least: int = 16, limit: float = 6.0) -> None:
@@ -246,7 +247,7 @@ class Spikes:
         self.least, self.limit, self._high = least, limit, False
 
     def note(self, step: int, loss: float) -> str | None:
-        """A line about the loss of a step where it is a spike."""
+        """A message if the loss of this step is a spike."""
         told = None
         if len(self.recent) >= self.least:
             middle = statistics.median(self.recent)
@@ -264,7 +265,7 @@ class Spikes:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has had: of the GPU's memory, or resident on a CPU."""
+    """Peak memory of this process in bytes: allocated GPU memory, or resident memory on CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     with open("/proc/self/status") as status:
@@ -278,16 +279,16 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Lines:
-    """A file of JSON objects, a line each.
+    """A file of JSON objects, one per line.
 
-    That it cannot be written is said on stderr, once for as long as that lasts, and a run goes on.
+    If it cannot be written, the run continues; stderr gets one message until writing works again.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self._failed = path, False
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add a line, behind a cut one too."""
+        """Append a line; it starts on a new line even if the last one was cut off."""
         try:
             with open(self.path, "ab+") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -302,7 +303,7 @@ class Lines:
 
 
 def line_of(record: Mapping[str, Any]) -> str:
-    """JSON has no NaN and no infinity."""
+    """A record as a line of JSON; NaN and infinity, which JSON lacks, become null."""
     fine = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }
@@ -313,12 +314,12 @@ def line_of(record: Mapping[str, Any]) -> str:
 
 
 class Watch:
-    """This rank's times, and every so many steps those of all ranks. `begin`, `computed` and `step` in every step.
+    """Times this rank, and compares all ranks every few steps. Call `begin`, `computed` and `step` in every step.
 
-    every     steps between two looks at all ranks, which are collective; the last step of a run is one in any case
+    every     steps between comparisons of all ranks, which are collective; the last step of a run always has one
     folder    where rank 0 writes ranks.jsonl; None: nowhere
-    tell      called on rank 0 with a line: a rank that is slow, a loss that jumps
-    readings  of all ranks so far. The first step, which warms up, is in none
+    tell      called on rank 0 with a message about a slow rank or a loss spike
+    readings  readings of all ranks so far, without the first step, which warms up
     """
 
     def __init__(
@@ -343,7 +344,7 @@ class Watch:
     def attach(
         self, model: nn.Module, pipeline: Pipeline | None = None, batches: Batches | FromLoader | None = None
     ) -> None:
-        """Time what these wait for and do. Before the first step."""
+        """Time the communication of these, and the reading of batches. Call before the first step."""
         if batches is not None:
             batches.clocks = self.clocks
         if not self.measured:
@@ -357,7 +358,7 @@ class Watch:
             time_fsdp(model, self.clocks, copies=mesh is not None and mesh.ndim > 1)
 
     def begin(self) -> None:
-        """A step begins: what follows is compute, but for what says that it is something else."""
+        """A step begins: book time as compute, except where another kind is given."""
         self.clocks.base("compute")
         self._waited = self.world.wait_seconds() or 0.0
 
@@ -367,7 +368,7 @@ class Watch:
         self._slept = (self.world.wait_seconds() or 0.0) - self._waited
 
     def step(self, step: int, loss: float, last: bool = False) -> dict[str, float | None]:
-        """A step is done: its seconds of every kind since the one before, and the most memory. Collective at times."""
+        """A step is done: its seconds by kind, and peak memory. Collective in steps that compare all ranks."""
         now = self.clocks.read()
         seconds = {kind: now.get(kind, 0.0) - self._before.get(kind, 0.0) for kind in KINDS}
         self._before = now
@@ -396,7 +397,7 @@ class Watch:
         return self.measured or kind == "data"
 
     def _look(self, step: int, memory: int) -> None:
-        """Gather all ranks' times since the last look; write them, and name who is slow. Collective."""
+        """Gather all ranks' times since the last call, write them, and report stragglers. Collective."""
         columns = list(zip(*self._rows, strict=True))
         own = [*map(statistics.fmean, columns), *map(lower_quartile, columns), memory, self._cost]
         every = list(zip(*self.world.gather(own), strict=True))
@@ -423,19 +424,19 @@ class Watch:
 
 # -- numbers that are not finite ---------------------------------------------------------------------------------------
 
-SKIPS_IN_A_ROW = 10  # steps in a row that are skipped before the run ends all the same
+SKIPS_IN_A_ROW = 10  # consecutive skipped steps after which the run ends even with --on-nan skip
 
 
 class NotFinite(RuntimeError):
-    """A step's loss or gradients were not finite, and the run was to stop then."""
+    """A step's loss or gradients were not finite, and the run stops."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that is not finite: a module's output, or the gradient of one.
+    """A value that is not finite: a module's output, or the gradient of an output.
 
-    order      how many modules had been called before, in that pass; the same on ranks with the same layers
-    made       whether what the module was given was finite
+    order      position of the module call in that pass; the same on ranks with the same layers
+    made       whether the module's inputs were finite, so that it made the value itself
     """
 
     order: int
@@ -446,7 +447,7 @@ class Event:
 
 @dataclass
 class Found:
-    """What a rank found in its part of the model."""
+    """The values that are not finite in a rank's part of the model."""
 
     rank: int
     host: str
@@ -457,7 +458,7 @@ class Found:
 
 
 def finite(value: Any) -> bool:
-    """Whether every number in the tensors of a nested value is finite; shards of DTensors count as they lie here."""
+    """Whether all tensors of a nested value are finite; of a DTensor, only the local shard is checked."""
     tensors = [each for each in tree_leaves(value) if isinstance(each, Tensor) and each.is_floating_point()]
     return all(bool(_local(each).isfinite().all()) for each in tensors)
 
@@ -467,9 +468,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def find_not_finite(model: nn.Module, again: Callable[[], Any], rank: int = 0) -> Found:
-    """Run a step's forward and backward again and look for the first value of this rank that is not finite.
+    """Repeat a step's forward and backward, and find the first value on this rank that is not finite.
 
-    Compiled blocks run eagerly for it. Gradients are cleared before and after. Collective where `again` is.
+    Compiled blocks run eagerly. Gradients are cleared before and after. Collective if `again` is.
     """
     found = Found(rank, socket.gethostname())
     found.parameters = [name for name, p in model.named_parameters() if not finite(p.detach())]
@@ -483,7 +484,7 @@ def find_not_finite(model: nn.Module, again: Callable[[], Any], rank: int = 0) -
 
 @contextmanager
 def _hooked(model: nn.Module, found: Found) -> Iterator[None]:
-    """Within, `found` hears of the first outputs and gradients of modules that are not finite."""
+    """In this context, hooks record in `found` the first output and the first gradient that are not finite."""
     calls, orders = Counter[str](), Counter[str]()
 
     def after(name: str, module: nn.Module, args: Any, options: Any, output: Any) -> None:
@@ -514,7 +515,7 @@ def _hooked(model: nn.Module, found: Found) -> Iterator[None]:
 
 
 def where_not_finite(found: Sequence[Found]) -> str:
-    """In words, what all ranks found together: the module or parameter at which it began, and the ranks."""
+    """A message from the findings of all ranks: the module or parameter where it began, and the ranks."""
     if any(each.parameters for each in found):
         held = [f"{_first(each.parameters)} of rank {each.rank} ({each.host})" for each in found if each.parameters]
         return "parameters were not finite before the step: " + "; ".join(held)
@@ -532,8 +533,8 @@ def where_not_finite(found: Sequence[Found]) -> str:
         return f"it began in {direction} with {what} {event.name}, microbatch {event.microbatch}, on {of}"
     if any(each.gradients for each in found):
         held = [f"{_first(each.gradients[::-1])} on rank {each.rank}" for each in found if each.gradients]
-        return "every module is finite, but these gradients are not: " + "; ".join(held)
-    return "computed again, the same step is finite: a fault of memory, of a link or of timing, not of the numbers"
+        return "every module's output is finite, but these gradients are not: " + "; ".join(held)
+    return "the same step, repeated, is finite: an error of memory, of a link or of timing, not of the numbers"
 
 
 def _first(names: Sequence[str]) -> str:
@@ -541,7 +542,7 @@ def _first(names: Sequence[str]) -> str:
 
 
 class Guard:
-    """Decides about steps that are not finite. tell: called on rank 0 with a line for each that is skipped."""
+    """Handles steps that are not finite. tell: called on rank 0 with a message for each skipped step."""
 
     def __init__(
         self,
@@ -562,11 +563,11 @@ class Guard:
         again: Callable[[], Any],
         scaled: bool = False,
     ) -> bool:
-        """Whether a step is as it should be; else it has no gradients any more. Raises NotFinite to stop.
+        """Whether the optimizer may take this step; if not, its gradients are cleared. Raises NotFinite to stop.
 
-        loss, norm   of all ranks
-        again        runs the step's forward and backward once more
-        scaled       fp16: gradients alone that overflow are the loss scale's to judge
+        loss, norm   mean loss and gradient norm over all ranks
+        again        repeats the step's forward and backward
+        scaled       fp16: if only gradients are not finite, leave the decision to the loss scale
         """
         if math.isfinite(loss) and (scaled or math.isfinite(norm)):
             self._row = 0
@@ -576,11 +577,11 @@ class Guard:
         line = f"step {step + 1}: the loss is {loss:g}, the norm of the gradients {norm:g}; {where_not_finite(found)}"
         if self.on_nan == "skip" and any(each.parameters for each in found):
             raise NotFinite(
-                line + "; leaving steps out mends no parameter, --resume --step takes an earlier checkpoint"
+                line + "; skipping steps cannot repair parameters: resume an earlier checkpoint with --resume --step"
             )
         if self.on_nan == "stop":
-            raise NotFinite(line + "; --on-nan skip would leave such steps out")
+            raise NotFinite(line + "; --on-nan skip would skip such steps")
         if self._row == SKIPS_IN_A_ROW:
-            raise NotFinite(f"{line}; {SKIPS_IN_A_ROW} steps in a row were left out")
-        self._tell(line + "; the step was left out")
+            raise NotFinite(f"{line}; {SKIPS_IN_A_ROW} steps in a row were skipped")
+        self._tell(line + "; the step was skipped")
         return False

@@ -163,7 +163,7 @@ def test_a_newer_format_is_refused_by_its_number(saved: Path, tmp_path: Path):
 
 
 def test_what_cannot_be_loaded_says_why(tmp_path: Path, saved: Path):
-    with pytest.raises(CheckpointError, match="holds none"):
+    with pytest.raises(CheckpointError, match="there is none"):
         Checkpoints(tmp_path).load(Numbers())
     (tmp_path / "step-00000004").mkdir()
     with pytest.raises(CheckpointError, match=r"step-00000004 has no manifest.json"):
@@ -177,7 +177,7 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path, saved: Path):
         def state_dict(self) -> dict[str, Any]:
             return {"y": torch.zeros(3)}
 
-    with pytest.raises(CheckpointError, match=r"step 2 is not of this model.*y"):
+    with pytest.raises(CheckpointError, match=r"step 2 does not fit this model.*y"):
         Checkpoints(saved).load(Other())
 
 
@@ -356,7 +356,7 @@ def test_a_folder_may_be_a_string_and_an_interval_is_positive(tmp_path: Path):
     checkpoints = Checkpoints(str(tmp_path / "c"), asynchronous=False)
     checkpoints.save(1, Numbers(1))
     assert checkpoints.steps() == [1] and checkpoints.load(Numbers()).step == 1
-    with pytest.raises(ValueError, match="every 0 is to be positive"):
+    with pytest.raises(ValueError, match="every 0 must be positive"):
         Saver(checkpoints, World(), every=0)
 
 
@@ -432,7 +432,8 @@ def own_folders(group, folder: Path) -> str:
 
 def test_a_folder_that_ranks_do_not_share_is_refused(worlds, tmp_path: Path):
     assert all(
-        "of rank 1 is another folder: it must be shared" in told for told in worlds(2).run(own_folders, tmp_path)
+        "rank 1 writes to another " in told and "must be shared" in told
+        for told in worlds(2).run(own_folders, tmp_path)
     )
 
 
@@ -644,7 +645,7 @@ def test_state_that_a_checkpoint_should_have_is_missed(tmp_path: Path):
     others[2].optimizer.add_param_group({"params": [others[2].model.d]})
     for other, missed in zip(others, ("momentum", "max_exp_avg_sq", "d"), strict=True):
         before = numbers_of(other).keys()
-        with pytest.raises(CheckpointError, match=rf"step 2 is not of this model: .*Missing key.*{missed}"):
+        with pytest.raises(CheckpointError, match=rf"step 2 does not fit this model: .*Missing key.*{missed}"):
             checkpoints.load(other)
         assert numbers_of(other).keys() == before
     checkpoints.close()
@@ -698,7 +699,7 @@ def loaders(group: Any, folder: Path) -> None:
 
 def test_a_loaders_state_is_that_of_its_rank(worlds, tmp_path: Path):
     worlds(2).run(loaders, tmp_path)
-    with pytest.raises(CheckpointError, match=r"of Shuffled .* saved by ranks 0 of 2, 1 of 2: rank 0 of 1 cannot"):
+    with pytest.raises(CheckpointError, match=r"of Shuffled .* for ranks 0 of 2, 1 of 2: rank 0 of 1 cannot"):
         Checkpoints(tmp_path).load(alone_with(Shuffled(0)))
 
 

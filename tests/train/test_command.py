@@ -50,7 +50,7 @@ def test_all_faults_of_a_command_line_come_together(capsys, tmp_path):
         "cannot write the run t",
     ]
     assert found[2].endswith("missing does not exist") and found[3].endswith("file is empty")
-    assert found[4].endswith(f"{tmp_path / 'file'} is no folder")
+    assert found[4].endswith(f"{tmp_path / 'file'} is not a folder")
 
 
 @pytest.mark.parametrize("name", ["--accumulate", "--microbatches"])
@@ -72,7 +72,7 @@ def test_a_model_is_looked_at_on_ranks_that_torchrun_started_too(capsys, monkeyp
         monkeypatch.setenv(launch.elastic.OWN_STORE, "1")
     if by != "the command":
         (found,) = errors_of(capsys, *options.split(), *where)
-        assert "lets documents of a row see each other" in found
+        assert "documents of a row attend to each other" in found
     else:
         monkeypatch.setenv(launch.ASKED, "1")
         with pytest.raises(AssertionError, match="a process was started"):
@@ -104,7 +104,7 @@ def test_an_empty_shard_and_a_short_text_are_found_with_all_the_rest(capsys, tmp
     where = ["--data", str(tmp_path / "short.txt"), "--runs", str(tmp_path / "runs")]
     steps, shard, length = errors_of(capsys, *narrow.split(), *where)
     assert steps == "--steps 0 is not positive"
-    assert shard.startswith("with 3 data-parallel x 1 tensor-parallel ranks a rank would hold no row of ")
+    assert shard.startswith("with 3 data-parallel x 1 tensor-parallel ranks, a rank would hold no row of ")
     assert "layers.0.self_attn.q_proj.weight [2, 2]" in shard and "mlp.gate_proj" not in shard
     assert "--length 256 needs 257" in length
 

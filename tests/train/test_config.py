@@ -123,7 +123,7 @@ def test_microbatches_and_shards_are_options_by_their_own_names(tmp_path):
     [
         ("--vocab-size 500 --data ids.npy", []),
         ("--vocab-size 0 --data ids.npy", ["--vocab-size 0 is not from 1 to 2147483648"]),
-        ("--vocab-size 500", ["--vocab-size takes token ids (.npy) only: give some with --data"]),
+        ("--vocab-size 500", ["--vocab-size works with token ids (.npy) only: pass them with --data"]),
     ],
 )
 def test_a_vocabulary_without_a_tokenizer(arguments, wanted):
@@ -216,7 +216,7 @@ def test_resume_takes_the_options_of_the_run_and_those_given_come_first(tmp_path
         (folder / "config.json").write_text(broken)
         assert parse([*runs, "--resume"]).optim.steps == OptimOptions().steps
         (said,) = saved_faults(folder)
-        assert said.startswith(f"{folder / 'config.json'} is no configuration of a run")
+        assert said.startswith(f"{folder / 'config.json'} is not the configuration of a run")
 
 
 def test_a_run_shorter_than_its_warm_up_still_has_a_rate():

@@ -103,7 +103,7 @@ def test_damaged_tokens_are_made_again(tmp_path, damage):
         (folder / "index.json").unlink()
     else:
         os.truncate(folder / "index.json", 20)
-    with pytest.warns(UserWarning, match="is damaged; its tokens are made again"):
+    with pytest.warns(UserWarning, match="is damaged; its tokens are built again"):
         assert build_tokens((corpus,), tmp_path / "cache") == folder
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept
 
@@ -392,7 +392,7 @@ def test_token_ids_are_taken_as_they_are(tmp_path):
     np.save(tmp_path / "large.npy", np.array([3, 256]))
     with pytest.raises(
         ValueError,
-        match=r"large.npy holds ids from 3 to 256, of a vocabulary of 256: give .*--vocab-size, or .*--tok",
+        match=r"large.npy holds ids from 3 to 256, but the vocabulary has 256: give .*--vocab-size, or .*--tok",
     ):
         build_tokens((tmp_path / "large.npy",), tmp_path / "cache")
     np.save(tmp_path / "square.npy", np.zeros((2, 2), int))
@@ -416,7 +416,7 @@ def test_ids_without_a_tokenizer_lie_below_the_size_that_is_given(tmp_path, size
     other = DataOptions(data=options.data, vocab_size=size + 1).vocabulary
     assert build_tokens(options.data, tmp_path / "cache", other) != folder, "another vocabulary, another run"
     smaller = DataOptions(data=options.data, vocab_size=int(ids.max())).vocabulary
-    with pytest.raises(ValueError, match=f"ids.npy holds ids from 0 to {ids.max()}, of a vocabulary of {ids.max()}:"):
+    with pytest.raises(ValueError, match=f"from 0 to {ids.max()}, but the vocabulary has {ids.max()}:"):
         build_tokens(options.data, tmp_path / "cache", smaller)
 
 
@@ -429,11 +429,11 @@ def test_ids_without_a_tokenizer_are_numbers_in_the_place_of_text(tmp_path):
         0,
     ]
     for wrong in ("500", "-1", "three", "1.5"):
-        with pytest.raises(ValueError, match=f"'{wrong}' is no token id from 0 to 499"):
+        with pytest.raises(ValueError, match=f"'{wrong}' is not a token id from 0 to 499"):
             vocabulary.encode(f"3 {wrong}".encode())
     np.save(tmp_path / "ids.npy", np.arange(500))
     (tmp_path / "more.txt").write_text("3 499 0 " * 100)
-    with pytest.raises(ValueError, match=r"--vocab-size takes token ids \(.npy\) only, and .*more.txt is text"):
+    with pytest.raises(ValueError, match=r"--vocab-size works with token ids \(.npy\) only, but .*more.txt is text"):
         build_tokens((tmp_path,), tmp_path / "cache", vocabulary)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == []
 

@@ -104,9 +104,9 @@ def test_on_any_number_of_ranks_a_step_is_the_same_or_a_mesh_that_fits_is_named(
         ("--tp 2 --dp 2 --batch 8", 6, ["--batch 8 does not divide over 3 data-parallel", "4 ranks would do: --dp 2"]),
         ("--tp 2 --dp 2 --batch 8", 5, ["5 ranks do not divide by --pp 1 x --tp 2", "4 ranks would do"]),
         ("--tp 4 --heads 4 --dp 2 --batch 8", 2, ["2 ranks do not divide", "4 ranks would do: --dp 1 --tp 4 --acc"]),
-        ("--tp 1 --dp 4 --dp-replicate 2 --batch 8", 3, ["no whole copies of 2 shards", "2 ranks would do: --dp 2"]),
+        ("--tp 1 --dp 4 --dp-replicate 2 --batch 8", 3, ["multiple of the 2 shards", "2 ranks would do: --dp 2"]),
         ("--tp 2 --batch 8", 4, ["give --tp, and the --dp of the whole job"]),
-        ("--tp 2 --dp 2 --batch 8 --no-save --heads 3", 4, ["no checkpoint to go on from", "--width 32 does not"]),
+        ("--tp 2 --dp 2 --batch 8 --no-save --heads 3", 4, ["no checkpoint to resume from", "--width 32 does not"]),
         ("--tp 2 --dp 2 --accumulate 0", 4, ["--accumulate 0 is not positive"]),
         ("--tp 3 --dp 2 --batch 8", 6, ["tp must divide the heads", "no number of ranks would do"]),
     ],
@@ -170,7 +170,7 @@ def test_ranks_that_are_started_again_go_on_and_those_of_another_job_do_as_asked
     assert first == (0, [0, 1, 2, 3, 4] if "--replace" in more else [3, 4])
     capsys.readouterr()
     assert job.start(*more, job="this", until=8) == (0, [5, 6, 7])
-    assert "resumed at step 5, lost 0 steps, because torchrun started the ranks again" in capsys.readouterr().out
+    assert "resumed at step 5, lost 0 steps, because torchrun restarted the ranks" in capsys.readouterr().out
     assert job.start(*more, job="this") == (0, list(range(8, 14)))
     assert job.steps() == list(range(14))
     assert json.loads((job.folder / "config.json").read_text())["run"]["replace"] is False
@@ -181,7 +181,7 @@ def test_what_ended_the_ranks_is_told_even_if_no_step_was_lost(job, capsys):
     note_incident(job.folder, "rank 1, killed by SIGKILL", END)
     capsys.readouterr()
     assert job.start(until=5, count=1) == (0, [3, 4])
-    again = "torchrun started the ranks again"
+    again = "torchrun restarted the ranks"
     assert f"resumed at step 3, lost 0 steps, because {again}; rank 1, killed by SIGKILL\n" in capsys.readouterr().out
     assert job.start(until=6, count=2) == (0, [5])
     assert f"resumed at step 5, lost 0 steps, because {again}\n" in capsys.readouterr().out  # ended in order
@@ -204,7 +204,7 @@ def test_another_torchrun_of_the_same_name_is_another_job(job, monkeypatch, caps
 
     assert by("a", until=7) == (0, list(range(7)))
     assert by("b")[0] == launch.WRONG_USAGE
-    assert "holds checkpoints up to step 7: --resume goes on from there" in capsys.readouterr().err
+    assert "holds checkpoints up to step 7: --resume continues from there" in capsys.readouterr().err
     assert by("c", "--resume", "--step", "4", until=6) == (0, [4, 5])
     assert by("c", "--resume", "--step", "4", until=8) == (0, [6, 7]), "that was for the first ranks"
     assert by("d", "--elastic", until=9) == (0, [8])
@@ -327,7 +327,7 @@ def test_a_killed_rank_is_started_again_by_the_command_itself(book, tmp_path):
     finally:
         run.kill()
     assert run.returncode == 0, err
-    because = "torchrun started the ranks again; rank 1, killed by SIGKILL"
+    because = "torchrun restarted the ranks; rank 1, killed by SIGKILL"
     assert re.search(rf"resumed at step \d+, lost \d+ steps, because {because}", out), out
     step = steps_in(folder / CHECKPOINTS)[-1]
     assert [record["step"] for record in records_of(folder) if "loss" in record] == list(range(step))

@@ -146,8 +146,8 @@ def test_faults_of_experts_are_reported_together():
         "--expert-width 0",
         "--capacity 0.0",
         "--recv-capacity -1.0",
-        "--top-k 7 of only 6",
-        "--dense-layers 4 of 4",
+        "--top-k 7 is larger than --experts 6",
+        "--dense-layers 4 with --layers 4",
         "--experts 6 with --ep 4",
     ):
         assert any(words in fault for fault in found), (words, found)
@@ -156,8 +156,8 @@ def test_faults_of_experts_are_reported_together():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--tp 2 --dp 2 --ep 3", "--ep 3 is no multiple of --tp 2 that divides the 4 ranks"),
-        ("--tp 2 --dp 3 --ep 4 --batch 6", "--ep 4 is no multiple of --tp 2 that divides the 6 ranks"),
+        ("--tp 2 --dp 2 --ep 3", "--ep 3 is not a multiple of --tp 2 that divides the 4 ranks"),
+        ("--tp 2 --dp 3 --ep 4 --batch 6", "--ep 4 is not a multiple of --tp 2 that divides the 6 ranks"),
         (
             "--tp 2 --dp 2 --ep 4",
             "--experts 6 with --ep 4 --expert-tp 1: 6 experts cannot be divided evenly among 4 ranks",
@@ -165,7 +165,7 @@ def test_faults_of_experts_are_reported_together():
         ("--tp 2 --expert-tp 3", "tensor_parallel is 3, must be a divisor of 2 ranks"),
         (
             "--tp 2 --expert-tp 2 --expert-width 1",
-            "--expert-width 1 does not divide among --expert-tp 2 ranks",
+            "--expert-width 1 is smaller than --expert-tp 2",
         ),
         ("--ep 0", "--ep 0 is not positive"),
         ("--experts 0 --tp 2 --ep 4", "--ep 4 without --experts"),

@@ -107,7 +107,7 @@ def test_another_run_in_one_process_is_found_out(corpus, tmp_path, monkeypatch, 
     assert cli.main([*arguments(corpus, tmp_path, "--tp", "1", "--model", "qwen2"), "--verify-steps", "1"]) == 1
     captured = capsys.readouterr()
     assert "NOT EQUAL: loss differs" in captured.out
-    assert captured.err.startswith("fusedtp finetune: error: the parallel run is not the run of one process")
+    assert captured.err.startswith("fusedtp finetune: error: the parallel run differs from the run of one process")
 
 
 def test_text_is_that_of_the_folders_tokenizer(corpus, folder, tmp_path):
@@ -163,7 +163,7 @@ def test_a_run_that_was_asked_to_end_writes_no_trained_model(corpus, folder, tmp
     some = arguments(corpus, tmp_path, "--model", str(folder), "--tp", "1", "--no-verify", "--out", str(out))
     assert cli.main([*some, "--steps", "4"]) == 0
     assert not out.exists()
-    assert f"not all steps are trained: {out} is not written\n" in capsys.readouterr().out
+    assert f"not all steps were trained: {out} is not written\n" in capsys.readouterr().out
     monkeypatch.undo()
     assert cli.main(["finetune", "--runs", str(tmp_path), "--resume"]) == 0
     assert len(losses(tmp_path / "finetune")) == 4 and (out / "model.safetensors").exists()
@@ -206,12 +206,15 @@ def test_another_run_of_the_name_is_left_alone_unless_asked(refusing, capsys, tm
 
 def test_no_such_model_is_refused(refusing, capsys):
     found = error_of(capsys, *refusing, "--model", "no/such/folder")
-    assert found == "--model no/such/folder is no folder and no causal language model of transformers, such as llama"
+    assert (
+        found
+        == "--model no/such/folder is neither a folder nor a causal language model type of transformers, such as llama"
+    )
 
 
 def test_a_folder_without_a_model_is_refused(refusing, capsys, tmp_path):
     found = error_of(capsys, *refusing, "--model", str(tmp_path))
-    assert found == f"{tmp_path} has no config.json, so it is no folder of a transformers model"
+    assert found == f"{tmp_path} has no config.json, so it is not the folder of a transformers model"
 
 
 def test_a_quantized_model_is_refused(refusing, capsys, tmp_path):

@@ -318,7 +318,7 @@ def test_a_run_is_verified_resumed_exported_and_goes_on_with_a_text(folders, tmp
     assert cli.main(["checkpoints", "export", str(tmp_path / "main"), str(tmp_path / "out")]) == 0
     (tmp_path / "file").touch()
     assert cli.main(["checkpoints", "export", str(tmp_path / "main"), str(tmp_path / "file")]) != 0
-    assert "file is no folder" in capsys.readouterr().err
+    assert "file is not a folder" in capsys.readouterr().err
     ours, _ = load_model(tmp_path / "main")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     before = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -363,9 +363,9 @@ def test_what_is_wrong_is_said_together(tmp_path: Path):
     path = config_file(tmp_path, vocab_size=99)
     options = f"--model {path} --width 32 --heads 2 --ep 2 --pp 3 --accumulate 4 --schedule zbv_zero_bubble"
     assert refusals(options, 2, 3) == [
-        f"--width, --heads with --model {path}: the shape is that of its configuration",
-        "--ep and --expert-tp with --model: experts of other models lie as their plan says",
-        f"{path} has no tokenizer, and its 99 tokens are too few for bytes",
+        f"--width, --heads with --model {path}: the model's configuration sets these",
+        "--ep and --expert-tp with --model: the model's plan determines how experts are split",
+        f"{path} has no tokenizer: its vocabulary of 99 is too small for bytes",
         "LlamaForCausalLM cannot be parallelized over 3 ranks: - model.layers.*.self_attn: 3 ranks cannot evenly share "
         "4 query heads and 2 kv heads; sizes that would work: 1, 2, 4",
         "--schedule zbv_zero_bubble with --pp 3 has 6 stages, more than the 4 layers of --model",
@@ -379,10 +379,10 @@ def test_what_is_wrong_is_said_together(tmp_path: Path):
             "--model gpt2 --pp 2 --accumulate 2",
             "GPT2LMHeadModel has no plan for pipelines (base_model_pp_plan)",
         ),
-        ("--model bloom --documents separate", "BloomForCausalLM lets documents of a row see each other"),
+        ("--model bloom --documents separate", "in BloomForCausalLM, documents of a row attend to each other"),
         (
             "--model no/such",
-            "no/such is no folder and no causal language model of transformers, such as llama",
+            "no/such is neither a folder nor a causal language model type of transformers, such as llama",
         ),
         ("--lora 2", "--lora needs a --model"),
         ("--model llama --lora -1", "--lora -1 is negative"),
@@ -450,7 +450,7 @@ def test_a_small_copy_shows_a_loss_of_its_own_and_stages_that_differ(monkeypatch
         return found
 
     monkeypatch.setattr(transformers.LlamaModel, "forward", doubled)
-    assert foreign_faults(config, 1, 1) == ["--pp: LlamaForCausalLM, cut into stages, computes something else"]
+    assert foreign_faults(config, 1, 1) == ["--pp: LlamaForCausalLM computes another loss when it is cut into stages"]
     monkeypatch.undo()
     whole = transformers.LlamaForCausalLM.forward
 
@@ -461,7 +461,7 @@ def test_a_small_copy_shows_a_loss_of_its_own_and_stages_that_differ(monkeypatch
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", scaled)
     assert foreign_faults(parse(["--model", "llama"]), 1, 1) == [
-        "the loss of LlamaForCausalLM is not that of the next tokens alone"
+        "the loss of LlamaForCausalLM is not the cross entropy of the next tokens"
     ]
 
 
@@ -480,7 +480,9 @@ def test_a_loss_of_routers_that_each_microbatch_would_add_again_is_refused():
     sizes = SHAPE | dict(num_hidden_layers=1, num_local_experts=4, router_aux_loss_coef=0.5)
     mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, output_router_logits=True))
     model, ids = TransformersModel(mixtral), torch.arange(12).view(2, 6)
-    with pytest.raises(ValueError, match=r"MixtralForCausalLM adds to the loss .*output_router_logits = False"):
+    with pytest.raises(
+        ValueError, match=r"MixtralForCausalLM adds another term to the loss .*output_router_logits = False"
+    ):
         model(ids, ids + 1, num_labels=12.0)
     mixtral.config.output_router_logits = False
     assert model(ids, ids + 1, num_labels=12.0).loss.item() > 0
@@ -491,7 +493,7 @@ def test_a_loss_that_a_model_passes_on_changed_is_refused_where_it_is_trained():
     model, ids = TransformersModel(llama), torch.arange(12).view(2, 6)
     plain = model(ids, ids + 1, num_labels=12.0).loss.item()
     llama.by = 2.0
-    with pytest.raises(ValueError, match="Scaled adds to the loss"):
+    with pytest.raises(ValueError, match="Scaled adds another term to the loss"):
         model(ids, ids + 1, num_labels=12.0)
     with torch.no_grad():  # as the trial does, which names it with all other faults
         assert model(ids, ids + 1, num_labels=12.0).loss.item() == 2 * plain

@@ -371,11 +371,11 @@ IDS = torch.tensor([[5, 6, 7, 8], [9, 9, 4, 3]])
 @pytest.mark.parametrize(
     ("batch", "why"),
     [
-        ({"labels": IDS}, "labels are input_ids themselves"),
-        ({"labels": IDS.masked_fill(IDS > 6, -100)}, "labels are input_ids themselves"),
-        ({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])}, r"attention_mask has zeros.*labels of -100"),
-        ({"labels": IDS[:, 1:]}, r"labels of shape \(2, 3\) with input_ids of \(2, 4\)"),
-        ({"positions": IDS[0]}, r"positions of shape \(4,\) with input_ids of \(2, 4\)"),
+        ({"labels": IDS}, "labels equal input_ids"),
+        ({"labels": IDS.masked_fill(IDS > 6, -100)}, "labels equal input_ids"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])}, r"attention_mask has zeros.*labels of.* -100"),
+        ({"labels": IDS[:, 1:]}, r"labels has shape \(2, 3\), but input_ids has \(2, 4\)"),
+        ({"positions": IDS[0]}, r"positions has shape \(4,\), but input_ids has \(2, 4\)"),
         ({"position_ids": IDS, "idx": IDS}, r"a batch has 'position_ids', 'idx'; the trainer reads input_ids, labels"),
     ],
 )
@@ -390,7 +390,7 @@ def test_batches_that_would_train_something_else_are_refused(batch: dict[str, to
         ([IDS], "a batch is a list; the trainer takes mappings with input_ids"),
         (IDS, "a batch is a Tensor; the trainer takes mappings with input_ids"),
         ({"labels": IDS}, "a batch has no input_ids"),
-        ({"input_ids": IDS[0]}, r"input_ids of shape \(4,\); wanted are rows of tokens, \[B, S\]"),
+        ({"input_ids": IDS[0]}, r"input_ids has shape \(4,\); the trainer takes rows of tokens, \[B, S\]"),
         ({"input_ids": IDS.tolist()}, "input_ids is a list; the trainer takes tensors"),
     ],
 )
@@ -404,7 +404,7 @@ def test_a_batch_of_transformers_collator_is_refused():
     from transformers import default_data_collator
 
     rows = [{"input_ids": row, "labels": row, "attention_mask": [1] * 4} for row in IDS.tolist()]
-    with pytest.raises(ValueError, match="labels are input_ids themselves"):
+    with pytest.raises(ValueError, match="labels equal input_ids"):
         next(FromLoader([default_data_collator(rows)], World()).step())
 
 
@@ -430,14 +430,14 @@ def test_what_a_trainer_cannot_train_is_refused():
     with pytest.raises(ValueError, match="the data has no batch"):
         list(FromLoader([], World()).step())
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(TypeError, match=r"Linear is no fusedtp\.nn\.CausalLM"):
+    with pytest.raises(TypeError, match=r"Linear is not a fusedtp\.nn\.CausalLM"):
         loop.Trainer(model, [], torch.optim.SGD(model.parameters()))
 
 
 def test_an_optimizer_of_other_parameters_is_refused(worlds):
     """Such as one that was made before parallelize, or shard, put others in their place: it would train none."""
     found = worlds(2).run(early_optimizer)
-    assert all("made before" in each and each.startswith("the optimizer has parameters") for each in found)
+    assert all("created before" in each and each.startswith("the optimizer has parameters") for each in found)
     model, other = small_model(0.0), small_model(0.0)
     with pytest.raises(ValueError, match="parameters that are not the model's"):
         loop.Trainer(model, [], torch.optim.SGD(other.parameters()))
@@ -459,7 +459,7 @@ def test_an_iterator_that_ends_says_so():
     loader = FromLoader(iter(own_batches(3)), World())
     for _ in range(3):
         list(loader.step())
-    with pytest.raises(ValueError, match="the data ended after 3 batches and does not start again: a list_iterator"):
+    with pytest.raises(ValueError, match="the data ended after 3 batches and does not restart: a list_iterator"):
         list(loader.step())
 
 
@@ -473,7 +473,7 @@ def refusal(group: Any, shape: tuple[int, ...], axes: tuple[str, ...]) -> str:
 
 @pytest.mark.parametrize(
     ("axes", "why"),
-    [(("tp", "dp"), "in this order"), (("dp", "model"), "wanted are some of"), (("dp", "tp"), "")],
+    [(("tp", "dp"), "in this order"), (("dp", "model"), "must be some of"), (("dp", "tp"), "")],
 )
 def test_a_mesh_with_other_axes_is_refused(worlds, axes: tuple[str, ...], why: str):
     found = worlds(2).run(refusal, (2, 1), axes)

@@ -47,4 +47,4 @@ def test_the_placement_names_ranks_and_machines():
 def test_tensor_parallelism_across_machines_is_said():
     *lines, warning = placement(World(2, 4), ["a"] * 6 + ["b"] * 2)
     assert lines == ["rank 0-5, pp 0, dp 0-1, tp 0-3 on a", "rank 6-7, pp 0, dp 1, tp 2-3 on b"]
-    assert warning.startswith("tensor-parallel ranks 4-7 lie on several machines")
+    assert warning.startswith("tensor-parallel ranks 4-7 span several machines")

@@ -43,7 +43,7 @@ def test_the_scale_halves_at_an_overflow_and_doubles_after_a_window_without(norm
 
 def test_gradients_that_no_scale_mends_are_an_error():
     scale = LossScale(SMALLEST, 10)
-    with pytest.raises(OverflowError, match="it is not fp16"):
+    with pytest.raises(OverflowError, match="not an overflow of fp16"):
         scale.takes(math.nan)
 
 

@@ -104,7 +104,7 @@ def test_a_page_says_what_the_run_wrote_and_loads_nothing(tmp_path, capsys):
     assert not [value for name, value in found.attributes if name in ("src", "href")]
     assert "http" not in source and "@import" not in source and "url(" not in source
     for said in (
-        "night", "not finished: step 20 of 50", "3.000", "1.100", "2.250", "steps left out", "rank 1", "box-b",
+        "night", "not finished: step 20 of 50", "3.000", "1.100", "2.250", "steps skipped", "rank 1", "box-b",
         "step 3, 1f1b, 2 stages on 2 ranks: 600 ms, idle 50%; its order of passes alone 25%. Idle",
         "3.2 MB", "12 ms", "removed", "0.125", "2.99", "bf16",
     ):  # fmt: skip

@@ -176,7 +176,7 @@ def test_each_data_parallel_rank_goes_on_with_its_own_loader(worlds, tmp_path: P
     assert [state["order"] for _, state, _ in at_once] == [Shuffled(rank // 2).order for rank in range(4)]
     for rank, (_, state, said) in enumerate(worlds(2).run(with_loader, 1, 2, tmp_path, True)):
         assert state == {"order": Shuffled(0).order, "at": 8}, rank
-        assert "no state of the loader of data-parallel rank 0 of 1" in said and "first 4 batches are dropped" in said
+        assert "no loader state of data-parallel rank 0 of 1" in said and "first 4 batches are dropped" in said
 
 
 def arguments(book: Path, runs: Path, *more: str) -> list[str]:
@@ -270,7 +270,7 @@ def test_a_finished_run_that_lost_its_records_ends_in_order(book, tmp_path, caps
     assert cli.main(arguments(book, tmp_path, "--verify", "--verify-steps", "1")) == 0
     path = tmp_path / "main" / "metrics.jsonl"
     records = path.read_text().splitlines()
-    for left, said in (([], "metrics.jsonl holds none: there is nothing to sum up"), (records[:1], "? nats/byte")):
+    for left, said in (([], "metrics.jsonl holds none: there is nothing to summarize"), (records[:1], "? nats/byte")):
         path.write_text("".join(f"{line}\n" for line in left))
         capsys.readouterr()
         assert cli.main(["train", "--runs", str(tmp_path), "--resume"]) == 0
@@ -304,7 +304,7 @@ def test_without_saving_a_resumed_run_leaves_all_checkpoints_as_they_are(book, t
     monkeypatch.setattr("fusedtp.commands.run.learning_rate", asked)
     assert cli.main([*again, "--steps", "9"]) == 0
     told = capsys.readouterr().out
-    assert "asked to end by SIGTERM after step 7; --no-save: nothing was saved" in told and "goes on from" not in told
+    assert "asked to end by SIGTERM after step 7; --no-save: nothing was saved" in told and "continues from" not in told
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
@@ -325,19 +325,19 @@ def test_what_a_run_cannot_go_on_from_is_refused_with_all_that_differs(book, tmp
     for more, wanted in {
         ("--width", "64", "--seed", "3"): ["--width was 32, now it is 64", "--seed was 0, now it is 3"],
         ("--length", "32"): ["--length was 16, now it is 32"],
-        ("--data", str(book / "1.txt")): ["the files of --data, or its tokenizer, are others than they were"],
-        ("--steps", "5"): ["the checkpoint is of step 6; --steps 5 is less"],
+        ("--data", str(book / "1.txt")): ["the files of --data or the tokenizer have changed"],
+        ("--steps", "5"): ["the checkpoint is of step 6, but --steps is only 5"],
     }.items():
         capsys.readouterr()
         assert cli.main([*again, *more]) == launch.WRONG_USAGE
         told = capsys.readouterr().err
         assert all(each in told for each in wanted), told
     assert cli.main([*again, "--step", "5"]) == launch.WRONG_USAGE
-    assert "--step 5: " in (told := capsys.readouterr().err) and "has checkpoints of the steps 6" in told
+    assert "--step 5: " in (told := capsys.readouterr().err) and "has only checkpoints of steps 6" in told
     assert cli.main(["train", "--runs", str(tmp_path), "--name", "new", "--resume"]) == launch.WRONG_USAGE
     assert "holds no checkpoint" in capsys.readouterr().err
     assert cli.main(arguments(book, tmp_path)) == launch.WRONG_USAGE
-    assert "holds checkpoints up to step 6: --resume goes on from there, --replace removes" in capsys.readouterr().err
+    assert "holds checkpoints up to step 6: --resume continues from there, --replace removes" in capsys.readouterr().err
     assert cli.main(arguments(book, tmp_path, "--replace", "--steps", "2")) == 0
     assert steps_in(tmp_path / "main" / CHECKPOINTS) == [2]
 
@@ -360,7 +360,7 @@ def test_a_folder_that_no_run_can_go_on_from_is_refused_before_ranks_start(book,
         (json.dumps(ours | {"format": FORMAT + 1}), f"has format {FORMAT + 1}, which a newer fusedtp wrote"),
         (json.dumps({"format": FORMAT, "step": 7}), "it was not saved by fusedtp train"),
         (json.dumps(ours | {"step": 700}), "step-00000007 holds step 700"),
-        (json.dumps(ours | {"format": FORMAT - 1}), "the checkpoint is of step 7; --steps 6 is less"),
+        (json.dumps(ours | {"format": FORMAT - 1}), "the checkpoint is of step 7, but --steps is only 6"),
     ):
         folder.mkdir(parents=True, exist_ok=True)
         if words is not None:
@@ -371,12 +371,12 @@ def test_a_folder_that_no_run_can_go_on_from_is_refused_before_ranks_start(book,
     (folder.parent.parent / "config.json").write_text("[]")
     assert cli.main(again) == launch.WRONG_USAGE
     told, *faults = capsys.readouterr().err.splitlines()
-    assert "is no configuration of a run" in told and "taken from the checkpoint of step 7" in told
-    assert len(faults) == 2 and "--steps 6 is less" in faults[1], faults
+    assert "is not the configuration of a run" in told and "taken from the checkpoint of step 7" in told
+    assert len(faults) == 2 and "--steps is only 6" in faults[1], faults
     (folder / "about.json").write_text(json.dumps({"format": FORMAT, "step": 7}))
     assert cli.main(again) == launch.WRONG_USAGE
     (fault,) = capsys.readouterr().err.splitlines()
-    assert "is no configuration of a run" in fault, "and nothing that follows from that"
+    assert "is not the configuration of a run" in fault, "and nothing that follows from that"
 
 
 def test_a_checkpoint_that_lost_a_file_is_refused_before_ranks_start(book, tmp_path, monkeypatch, capsys):
@@ -480,7 +480,7 @@ def test_a_run_whose_rank_was_killed_goes_on_and_says_why(book, tmp_path):
     assert died.returncode != 0 and steps_in(folder / CHECKPOINTS) == [2, 4]
     done = command("-m", "fusedtp", "train", "--runs", str(tmp_path), "--resume", "--tp", "2")
     assert done.returncode == 0, done.stderr
-    assert "resumed at step 4, lost 1 steps, because the run before ended without a word" in done.stdout
+    assert "resumed at step 4, lost 1 steps, because the previous run ended without a message" in done.stdout
     assert losses(folder) == losses(tmp_path / "whole")
     asked = command("-m", "fusedtp", "generate", "--run", str(folder), "one", "--tokens", "5")
     assert asked.returncode == 0 and asked.stdout.startswith("one"), asked.stderr
@@ -608,9 +608,9 @@ def test_a_killed_rank_then_a_preemption_through_the_launcher(book, tmp_path):
     ("words", "code", "said"),
     [
         (["--tokens", "-5"], 2, "--tokens -5 must be at least 1"),
-        (["--temperature", "-1"], 2, "--temperature -1.0 must be a number from 0 on"),
-        (["--temperature", "nan"], 2, "--temperature nan must be a number from 0 on"),
-        (["--step", "7"], 1, "holds no step 7; it holds 33, 80"),
+        (["--temperature", "-1"], 2, "--temperature -1.0 must be at least 0 and finite"),
+        (["--temperature", "nan"], 2, "--temperature nan must be at least 0 and finite"),
+        (["--step", "7"], 1, "has no checkpoint of step 7; it has steps 33, 80"),
     ],
 )
 def test_generate_says_in_one_line_what_it_cannot_do(words, code, said, tmp_path, capsys):

@@ -140,14 +140,14 @@ def test_files_that_are_not_trained_on_are_said(tmp_path, capsys):
         (folder / f"{i}.txt").write_text("".join(f"{n} times {i} is {n * i}.\n" for n in range(60)))
     some = ["train", *TINY, "--tp", "1", "--steps", "1", "--sample", "0", "--runs", str(tmp_path), "--no-save"]
     assert cli.main([*some, "--data", str(folder)]) == 0
-    assert "left out" not in capsys.readouterr().out
+    assert "skipped" not in capsys.readouterr().out
     (folder / "4.txt").write_text("grün " * 90, encoding="latin-1")
     (folder / "5.txt").write_text((folder / "1.txt").read_text())
     for _ in range(2):  # from token files that are there, too
         assert cli.main([*some, "--data", str(folder)]) == 0
         said = capsys.readouterr().out
         assert (
-            f"left out: 2 of 6 files, no UTF-8 text or copies of others: {folder / '4.txt'}, {folder / '5.txt'}\n"
+            f"skipped 2 of 6 files, not UTF-8 text or copies of others: {folder / '4.txt'}, {folder / '5.txt'}\n"
             in said
         )
 
@@ -213,7 +213,7 @@ def test_token_ids_without_a_tokenizer_are_trained_on_and_gone_on_with(tmp_path,
     ids = capsys.readouterr().out.split()
     assert ids[:3] == ["3", "10", "499"] and len(ids) == 12 and all(0 <= int(each) < 500 for each in ids)
     assert cli.main([*arguments, "3 ten"]) == 1
-    assert "'ten' is no token id from 0 to 499" in capsys.readouterr().err
+    assert "'ten' is not a token id from 0 to 499" in capsys.readouterr().err
 
 
 def test_a_model_with_more_ids_than_bytes_writes_a_sample(corpus, tmp_path, capsys):
@@ -284,7 +284,7 @@ def test_verify_finds_a_dropped_reduction(corpus, tmp_path, reduction):
     assert done.returncode != 0
     assert summary_of(tmp_path / "main")["verified"] is False
     assert "NOT EQUAL" in done.stdout
-    assert "the parallel run is not the run of one process" in done.stderr
+    assert "the parallel run differs from the run of one process" in done.stderr
 
 
 @pytest.mark.slow
@@ -355,12 +355,12 @@ def test_the_rank_that_died_is_named_and_not_those_that_noticed(tmp_path):
 
     raised, first = failure(0, 1, recorded=20), failure(1, 1, recorded=10)
     killed, ended = failure(2, -signal.SIGKILL), failure(3, -signal.SIGTERM)
-    hung = failure(4, 1, 15, "RankHung: rank 2 answers no more")
+    hung = failure(4, 1, 15, "RankHung: rank 2 no longer responds")
     for failures, named in (
         ({0: raised, 1: first, 3: ended}, "rank 1, exit code 1: error 1"),
         ({0: raised, 2: killed, 3: ended}, "rank 2, killed by SIGKILL; it wrote nothing to stderr"),
         ({3: ended, 0: raised}, "rank 3, killed by SIGTERM; it wrote nothing to stderr"),
-        ({4: hung, 2: killed, 3: ended}, "rank 4, exit code 1: RankHung: rank 2 answers no more"),
+        ({4: hung, 2: killed, 3: ended}, "rank 4, exit code 1: RankHung: rank 2 no longer responds"),
         ({2: killed, 4: hung, 3: ended}, "rank 2, killed by SIGKILL; it wrote nothing to stderr"),
     ):
         assert launch.describe_failure(failures, tmp_path) == named

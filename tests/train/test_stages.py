@@ -374,7 +374,7 @@ def test_two_passes_before_torch_can_make_them_are_refused(schedule: str, monkey
     monkeypatch.setattr(stages, "SPLITS_BACKWARD", False)
     found = pipeline_faults(schedule, 2, 2, 99, 4)
     assert found == [
-        f"--schedule {schedule} needs torch 2.13: before, its two passes of a backward fail"
+        f"--schedule {schedule} needs torch 2.13: its split backward fails in older versions"
         for _ in range(schedule in TWO_PASSES)
     ]
 

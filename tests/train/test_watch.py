@@ -141,7 +141,7 @@ def test_a_first_step_alone_says_nothing_of_what_bounds_a_step():
     watch = Watch(World())
     assert watch.verdict() == "no step was trained"
     watch.step(0, 1.0, last=True)
-    assert watch.verdict().startswith("what bounds a step is not known: no step but the first one")
+    assert watch.verdict().startswith("what bounds a step is not known: only the first step")
 
 
 def test_what_a_gpu_does_not_show_is_not_measured():
@@ -361,7 +361,7 @@ FAULTS = {  # mesh, what is broken, what is said of it
     "pp output": ("pp", Poison("output", "layers.0.mlp", 0), "output of layers.0.mlp, microbatch 0, on rank 0 ("),
     "tp gradient": ("tp", Poison("gradient", "layers.1"), "backward with the gradient that arrives at layers.1"),
     "weight": ("dp", Poison("weight", "layers.1.input_layernorm"), "layers.1.input_layernorm.weight of rank 1 ("),
-    "once": ("dp", Poison("output", "layers.0", once=True), "computed again, the same step is finite"),
+    "once": ("dp", Poison("output", "layers.0", once=True), "the same step, repeated, is finite"),
 }  # fmt: skip
 
 
@@ -390,13 +390,13 @@ def test_a_skipped_step_changes_no_parameter_and_no_order_of_the_data(worlds, to
     ]
     assert first["samples"] == second["samples"] == 5 * 8
     (line,) = [line for line in first["told"] if "slow" not in line]  # a loaded machine may hold a rank up
-    assert line.startswith("step 3: ") and line.endswith("; the step was left out")
+    assert line.startswith("step 3: ") and line.endswith("; the step was skipped")
 
 
 def test_a_run_whose_every_step_is_skipped_ends(worlds, tokens):
     broken = Poison("output", "layers.0", steps=range(99))
     first, _ = worlds(2).run(train, "dp", f"--on-nan skip --steps {SKIPS_IN_A_ROW + 3}", tokens, broken)
-    assert first["error"].endswith(f"{SKIPS_IN_A_ROW} steps in a row were left out")
+    assert first["error"].endswith(f"{SKIPS_IN_A_ROW} steps in a row were skipped")
     assert len(first["told"]) == len(first["steps"]) == SKIPS_IN_A_ROW - 1
 
 
@@ -404,7 +404,7 @@ def test_no_step_is_skipped_for_a_parameter_that_is_nan(worlds, tokens):
     """Else checkpoints with it would take the place of good ones until the run ends."""
     for each in worlds(2).run(train, "dp", "--on-nan skip", tokens, Poison("weight", "norm")):
         assert "parameters were not finite before the step: norm.weight of rank 1 (" in each["error"]
-        assert each["error"].endswith("--resume --step takes an earlier checkpoint")
+        assert each["error"].endswith("resume an earlier checkpoint with --resume --step")
         assert each["steps"] == each["told"] == []
 
 
@@ -484,7 +484,7 @@ def test_a_rank_whose_process_is_stopped_is_named_as_one_that_answers_no_more(to
     with pool.World(2) as ranks:
         first, _ = ranks.outcomes(hang, "dp", tokens, tmp_path, True, grace=5)
     assert isinstance(first, Failure) and first.kinds[0] == "RankHung", first
-    assert re.search(r"rank 1 on \S+ answers no more; it was last heard of in \S+ of step 1", first.message)
+    assert re.search(r"rank 1 on \S+ no longer responds; it was last seen in \S+ of step 1", first.message)
 
 
 @pytest.mark.parametrize("mesh", ["dp", "tp"])
@@ -492,7 +492,7 @@ def test_a_frozen_rank_that_holds_the_store_is_named(tokens, tmp_path, mesh):
     with pool.World(2) as ranks:
         _, second = ranks.outcomes(hang, mesh, tokens, tmp_path, True, 0, grace=5)
     assert isinstance(second, Failure) and second.kinds[0] == "RankHung", second
-    told = "rank 0, which keeps note of where all ranks are, answers no more"
+    told = "rank 0, which stores the positions of all ranks, no longer responds"
     assert second.message.startswith(told) and json.loads((tmp_path / HANG).read_text())["what"] == told
 
 
@@ -619,8 +619,8 @@ def test_who_hangs_is_judged_by_who_waits_and_who_still_speaks():
     told, hung = judge([place(2)], [gave_up, place(2, kind="tp_wait")], 3)  # rank 2 stands still, rank 0 never spoke
     assert (
         hung == {0, 2}
-        and "rank 2 on box answers no more; it was last heard of in tp_wait of step 8" in told
-        and "rank 0 never said" in told
+        and "rank 2 on box no longer responds; it was last seen in tp_wait of step 8" in told
+        and "rank 0 never reported" in told
     )
     told, hung = judge([waits], [place(0, 8, "dp_wait"), gave_up], 2)
     assert hung == set() and told.startswith("all ranks wait, in different calls: ") and "call of 0" in told

@@ -134,7 +134,7 @@ def evaluated(group: Any, folder: str, count: int) -> None:
         else:
             two_dimensional(model, dp_tp_mesh())
         options = arguments(folder, 2, per_device_eval_batch_size=3 if group.size() == 2 else 2)
-        with pytest.raises(ValueError, match="eval_use_gather_object would count each row once a rank"):
+        with pytest.raises(ValueError, match="eval_use_gather_object would count each row once per rank"):
             Trainer(model=model, args=arguments(folder, 2, eval_use_gather_object=True))
         split = Trainer(model=model, args=options, eval_dataset=rows, compute_metrics=metrics)
         got, found = split.evaluate(), split.predict(rows)
