@@ -598,7 +598,8 @@ def test_a_killed_rank_then_a_preemption_through_the_launcher(book, tmp_path):
     finally:
         job.kill()
     assert job.returncode == 0, err
-    assert re.search(r"resumed at step \d+, lost \d+ steps, because rank 1, killed by SIGKILL", out), out
+    resumed = re.search(r"resumed at step \d+, lost (\d+) steps(, because rank 1, killed by SIGKILL)?", out)
+    assert resumed and (resumed[2] or resumed[1] == "0"), out  # no reason if it was killed right after a checkpoint
     step = steps_in(folder / CHECKPOINTS)[-1]
     assert f"asked to end by SIGTERM: saved after step {step}" in out
     assert [each for each, loss, _ in losses(folder) if loss is not None] == list(range(step))
