@@ -1,5 +1,4 @@
-"""Plain collectives equal their formulas on integers that every dtype holds exactly, for any number of rows per rank.
-"""
+"""Plain collectives equal their formulas on integers that every dtype holds exactly, for any number of rows."""
 
 import torch
 from hypothesis import given, settings

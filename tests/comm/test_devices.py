@@ -179,8 +179,7 @@ def test_only_cpu_ranks_need_one_pid_namespace_and_to_watch_each_other():
 
 
 def test_gpu_ranks_that_torch_s_handles_cannot_reach_say_so(tmp_path):
-    """Otherwise one rank raises in torch's rendezvous while its peers wait, or a rank maps its own memory as a peer's.
-    """
+    """Otherwise one rank raises in torch's rendezvous and its peers wait, or a rank maps its own memory as a peer's."""
     folders = Seen(("a",)), Seen(("b",), namespace="two", folder=str(tmp_path))
     missing = Seen(("a",)), Seen(("b",), namespace="two", folder=str(tmp_path / "none"))
     pids = Seen(("a",), pid=7), Seen(("b",), namespace="two", pid=7)

@@ -163,8 +163,7 @@ def test_a_thread_that_raises_stops_a_part_of_the_virtual_world(when):
 
 
 def test_a_thread_that_is_stopped_stops_its_part_of_the_virtual_world():
-    """Rank 1 raises, rank 3 waits for it in the world, and rank 2 waits for rank 3 in their pair. The next run works.
-    """
+    """Rank 1 raises, rank 3 waits for it in the world, rank 2 waits for rank 3 in their pair. The next run works."""
     virtual, met, stopped = VirtualWorld(4), threading.Barrier(4), []
 
     def body(group) -> None:

@@ -319,8 +319,7 @@ def compared(triton, monkeypatch):
 @given(data=st.data())
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_launches_that_operations_keep_are_triton_s(compared, name, data):
-    """The key of a kept launch separates all that Triton compiles differently: layouts, biases, saved tensors, dtypes.
-    """
+    """A kept launch's key separates all that Triton compiles differently: layouts, biases, saved tensors, dtypes."""
     op, view, kept = OPERATIONS[name], _view(2), {}
     peers = peers_of(view, 1, 2, 12345, "cuda")
     # few layouts, so that a later call differs only slightly from an earlier one
@@ -511,8 +510,7 @@ def test_encoded_descriptors_of_ever_new_addresses_are_not_all_kept(scattering, 
 
 @pytest.mark.parametrize("field", ["global_scratch_size", "profile_scratch_size", "gsan_enabled", "arg_annotations"])
 def test_a_launcher_that_does_more_or_is_another_is_called(scattering, monkeypatch, field):
-    """Its fields are not a stable API. If it allocates scratch, or a field is unexpected, every call goes through it.
-    """
+    """Its fields are no stable API. If it allocates scratch, or a field is unexpected, every call goes through it."""
     call, plan = scattering
     operands, seen = (at(0, 32, 64), at(0, 64, 64)), []
     call(*operands)

@@ -1,5 +1,4 @@
-"""Calls on the GPU path: the host sends no signals, and ranks meet in a kernel, here interpreted in several processes.
-"""
+"""Calls on the GPU path: the host sends no signals, and ranks meet in a kernel, interpreted in several processes."""
 
 import time
 from threading import get_ident
@@ -190,9 +189,7 @@ def left_by(group, raisers: tuple[int, ...], engine: str) -> tuple[str, str, flo
 
 @pytest.mark.parametrize("engine", ["chunked", "triton"])
 def test_a_rank_that_raises_in_a_call_is_named_at_once_and_the_group_is_at_its_end(engine):
-    """The error does not wait for the timeout. If the group went on, the rank's next call would be mistaken for this
-    one.
-    """
+    """The error comes before the timeout. If the group went on, the rank's next call would be taken for this one."""
     outcomes = world(3).run(left_by, (1,), engine, fresh=True)
     for rank, (early, later, seconds, _) in enumerate(outcomes):
         assert early == ("out of memory" if rank == 1 else "") and seconds < 8, (rank, early, seconds)

@@ -8,8 +8,7 @@ SMALL = dict(block_m=16, block_n=16, block_k=16, group=2, send_programs=2, other
 
 @pytest.mark.parametrize("op", OPS)
 def test_no_rows_and_no_columns(worlds, op):
-    """T = 0, K = 0, N = 0 and all of them; K = 0 leaves the bias. Rank 1 sends by copies where the operation has them.
-    """
+    """T = 0, K = 0, N = 0 and all of them; K = 0 leaves the bias. Rank 1 sends by copies where there are any."""
     some = dict(op=op, biased=(0,), keep=True, copied=(1,), in_one=False, config=SMALL)
     nothing = [dict(sizes=(0, 0)), dict(sizes=(5, 20), k=0), dict(sizes=(5, 20), widths=(0,))]
     last = dict(sizes=(0, 0), k=0, widths=(0,), config=None)

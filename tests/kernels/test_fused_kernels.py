@@ -122,8 +122,7 @@ def test_a_kernel_takes_four_descriptors(worlds, weights):
 
 @pytest.mark.parametrize("products", range(1, 5))
 def test_a_gradient_s_products_are_added_where_their_operands_lie(worlds, products):
-    """By TMA, by pointers, and with rows in runs; a rank's part of K that no tile divides; weights with rows along K.
-    """
+    """By TMA, by pointers, and with rows in runs; parts of K that no tile divides; weights with rows along K."""
     step = 8 * products
     call = dict(op="matmul_reduce_scatter", k=2 * step, step=step, sizes=(18, 5), products=products)
     by_tma = dict(call, dtype="bfloat16", config=TMA, descriptors=2 * products)
