@@ -163,7 +163,7 @@ def layer(group, law: Matmul) -> None:
         assert all(w.grad is None for w in own)
         results.append([out.detach(), x.grad, weights.grad, *(w.main_grad for w in own)])
         calls = {name: n for (name, by), n in communicator(group).engine_calls.items() if by == engine != "collective"}
-        # Forward and backward each dispatch once and combine once; the extra call is the gradient of the weights.
+        # Forward and backward each dispatch once and combine once; moe_combine is the routing weights' gradient.
         wanted = {"moe_plan": 1, "moe_dispatch_matmul": 2, "moe_matmul_combine": 2, "moe_combine": 1}
         assert calls == (wanted if engine != "collective" else {}), calls
     for got, want in zip(*results, strict=True):
