@@ -27,7 +27,7 @@ class Seen:
     hidden: tuple[str, ...] = ()  # visible to NVML but not to CUDA
     unreachable: tuple[str, ...] = ()
     not_atomic: tuple[str, ...] = ()
-    broken: str = ""  # a function of torch.cuda that raises on this rank
+    broken: str = ""  # the function that fails on this rank
     namespace: str = "one"
     pidfd: bool | None = True  # None: this Python was built without it
     folder: str = "/tmp"

@@ -49,8 +49,8 @@ class World:
     """`size` worker processes in one gloo group; a context manager, so that a test may have a world to itself.
 
     With `interpret` the workers run Triton kernels in its interpreter; Triton reads this setting on import. With
-    `strangers` neighbouring ranks hash strings differently, like ranks that a launcher starts. This reveals code that
-    depends on the order of a set, e.g. a set of names. Each of the two hash seeds pays for the imports.
+    `strangers` neighbouring ranks hash strings differently, like ranks that a launcher starts, so results that depend
+    on the order of a set show; use it for code that works on names. The imports are then paid for twice.
     """
 
     def __init__(

@@ -140,8 +140,8 @@ def compiled_by_inductor(group) -> None:
             numbers(4, 5, seed=19),
         )
         leaves = [t.detach().clone().requires_grad_() for t in given]
-        # Inductor's disk cache is keyed by torch's version and not by our operations' arguments. By default each rank
-        # would start compiler processes for one small graph and probe the machine's vector instructions.
+        # Inductor's disk cache is keyed by torch's version, not by the arguments that our operations take in ours. By
+        # default each rank would start compiler processes for one small graph, and probe the machine's vector units.
         alone = {"force_disable_caches": True, "compile_threads": 1, "cpp.vec_isa_ok": False}
         with torch._inductor.config.patch(alone):
             y = function(*leaves)

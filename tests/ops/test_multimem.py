@@ -43,7 +43,7 @@ def test_equals_the_formula(case):
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 2), (torch.bfloat16, 3), (torch.float16, 4)], ids=str)
 def test_several_tiles_and_steps_equal_the_formula(dtype, size):
-    """64 rows and columns with tails; enough of them that programs sum and copy between their products."""
+    """Tiles of 64 rows and columns, with tails; enough of them that programs sum and copy between their products."""
     pytest.importorskip("triton")
     case = Case("matmul_all_reduce", "multimem", dtype, (70,) * size, 140, ((70,),) * size, biased=(True,))
     world(size).run(exact, case, timeout=200)

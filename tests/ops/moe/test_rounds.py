@@ -117,7 +117,7 @@ def equals_the_unbounded(group, room: Room) -> None:
     for name, mine_, theirs, size in zip(("y", "dx"), got, want, magnitudes(room, rank), strict=False):
         if exact:
             assert_same(who + name, mine_, theirs)
-        else:  # half an eps per part and per sum, on both sides; before that, k products and sums on both sides
+        else:  # half an eps per part, per sum, and for the other side; before that, k products and sums on both sides
             eps, of_sums = (torch.finfo(dtype).eps for dtype in (case.dtype, accumulator(case.dtype)))
             explained = (rounds * eps + (case.top_k + 2) * of_sums) * size
             explained += (rounds + 1) * eps * torch.finfo(case.dtype).smallest_normal  # of subnormal numbers
