@@ -15,7 +15,7 @@ from tests.harness import world
 
 
 def as_on_a_gpu(group):
-    """The group's communicator, from now on on the GPU path; this thread plays its stream."""
+    """The group's communicator, which now takes the GPU path; this thread plays its stream."""
     comm = communicator(group)
     comm.workspace.on_cpu, comm.workspace.meets = False, True
     return comm
