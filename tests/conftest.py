@@ -1,10 +1,10 @@
-"""Settings of every test: hypothesis profiles, `gpu` tests only where there is a GPU, and who runs what under `-n`."""
+"""Settings for all tests: hypothesis profiles, skipping `gpu` tests without a GPU, and scheduling under `-n`."""
 
 import os
 from collections.abc import Generator
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported, and for all children
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported; child processes inherit it
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ GPU_TESTS = ("tests/gpu/", "tests/nn/test_gpu.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Under `-n` each process has a core's worth of threads, as ranks have."""
+    """Under `-n`, give each process one core's worth of threads, as ranks have."""
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
 
@@ -36,9 +36,9 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what is marked `gpu` on a machine without one; under `-n`, files with `slow` tests come first."""
+    """Skip tests marked `gpu` on a machine without one; under `-n`, run files with `slow` tests first."""
     if hasattr(config, "workerinput"):
-        # else one process would end minutes after the others
+        # otherwise one process would finish minutes after the others
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
     if torch.cuda.is_available():
@@ -50,18 +50,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """What a test took of a GPU's memory goes back: other test processes, and those that tests start, share it."""
+    """Free the test's GPU memory: other test processes, and the processes that tests start, share the GPU."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under `-n`, a file's tests run in one process, in order: they share worlds, compiled kernels and fixtures.
+    """Under `-n`, run a file's tests in one process, in order: they share worlds, compiled kernels and fixtures.
 
-    The files of GPU tests have one process together: they share the GPU.
+    All files of GPU tests run in one process together, because they share the GPU.
     """
-    if config.getvalue("dist") != "load":  # asked for another way
+    if config.getvalue("dist") != "load":  # the user asked for another distribution
         return None
     from xdist.scheduler import LoadFileScheduling
 

@@ -1,4 +1,4 @@
-"""The engines that tests go through: `triton` where it is installed, in its interpreter."""
+"""The engines that tests run through; `triton` needs Triton and runs in its interpreter."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Kernels under Triton's interpreter run in a worker process that interprets; pytest's own process never does."""
+"""Run kernels under Triton's interpreter in a worker process; the pytest process itself never interprets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _without_group(group: Any, function: Callable[..., Any], arguments: tuple[An
 
 
 def run_program(kernel: Any, number: int, grid: tuple[int, int, int], given: dict[str, Any]) -> None:
-    """One program of a grid, in a process that interprets. number: along x."""
+    """Run one program of a grid in a process that interprets. number: the program's index along x."""
     from triton.runtime import interpreter
 
     function = kernel.rewrite()

@@ -1,8 +1,8 @@
-"""pytest -p tests.resume --resume FILE --code COMMIT: go on with the tests that have not passed yet.
+"""pytest -p tests.resume --resume FILE --code COMMIT: run only the tests that have not passed yet.
 
-FILE holds the commit and, line by line, the tests that passed with it, written as each ends; what a failed one says is
-printed at once. So a run that was cut off loses nothing. Of another commit, or of none, it begins anew. Under xdist the
-process that started writes, and tells the others what they leave out.
+FILE holds the commit and one line for each test that passed with it, written as soon as the test ends. The output of a
+failed test is printed at once. An interrupted run therefore loses nothing. Without a commit, or with another one, the
+run starts over. Under xdist the main process writes FILE and tells the workers which tests to skip.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Resume:
-    """Leaves out what has passed, and keeps what passes. passed: what another process has read and will write."""
+    """Skip the tests that have passed, and record new passes. passed: the tests another process read and will write."""
 
     def __init__(self, path: Path, commit: str, passed: list[str] | None) -> None:
         self.path, self.writes = path, passed is None
@@ -59,5 +59,5 @@ class Resume:
             print(f"\n{report.nodeid}, {report.when}\n{report.longreprtext}", file=sys.stderr, flush=True)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.passed:  # all have
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.passed:  # all tests have passed
             session.exitstatus = pytest.ExitCode.OK

@@ -1,4 +1,4 @@
-"""How much of a large space a test goes through: all that it names, or what CI has time for.
+"""How much of a large space a test covers: all of it, or as much as CI has time for.
 
 CI sets HYPOTHESIS_PROFILE=ci, see conftest.py. CONTRIBUTING.md says which tests take less there and what runs the rest.
 """
@@ -9,5 +9,5 @@ SAMPLED = os.environ.get("HYPOTHESIS_PROFILE") == "ci"
 
 
 def examples(whole: int, sampled: int) -> int:
-    """How many examples are drawn of a law, or schedules run, where one takes seconds."""
+    """How many examples of a law to draw, or schedules to run, where one takes seconds."""
     return sampled if SAMPLED else whole

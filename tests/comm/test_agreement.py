@@ -1,4 +1,4 @@
-"""What may be passed as a group, and when ranks compare the signatures of plain collectives."""
+"""Valid and invalid groups, and when ranks compare the signatures of plain collectives."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ class Foreign:
 
 
 def refused_on_this_rank(group) -> list[str]:
-    """What communicator says of a group that this rank may not belong to, a foreign object, and an unknown name."""
+    """The errors of `communicator` for a group without this rank, a foreign object, and an unknown name."""
     told = []
     for given in (dist.new_group([0]), Foreign(), "tp"):
         try:
@@ -70,14 +70,14 @@ def collective_of_unequal_widths(group, width: int, workspace: bool) -> str:
 
 @pytest.mark.parametrize("workspace", [True, False])
 def test_ranks_that_disagree_on_a_plain_collective_are_named(workspace):
-    """With shared memory and without: gloo itself would end the connection, or worse."""
+    """With and without shared memory: gloo itself would drop the connection, or worse."""
     told = world(3).run(collective_of_unequal_widths, PerRank([4, 5, 4]), workspace, fresh=True)
     assert "features is 4 on rank 0 and 5 on rank 1" in told[0]
     assert "features is 5 on rank 1 and 4 on rank 0" in told[1]
 
 
 def another_weight_in_a_late_call(group) -> str:
-    """Rank 1 alone has a second weight: no byte that travels differs."""
+    """Only rank 1 has a second weight; the bytes sent are the same."""
     for _ in range(COMPARED_CALLS + 1):
         fusedtp.all_gather_matmul(X, [W], group, engine="collective")
     with pytest.raises(fusedtp.SignatureMismatch) as raised:
@@ -91,7 +91,7 @@ def test_cpu_ranks_compare_every_plain_collective():
 
 
 def comparisons(group, debug: str, calls: int) -> tuple[bool, int]:
-    """As on a GPU: how many of so many collective calls compared signatures."""
+    """Count how many of the collective calls compared signatures, on the GPU path."""
     os.environ["FUSEDTP_DEBUG"] = debug
     try:
         workspace = communicator(group).workspace
@@ -115,7 +115,7 @@ def test_gpu_ranks_compare_the_signatures_of_a_group_s_first_collectives_only():
 
 
 def test_debugging_one_rank_makes_all_of_them_compare_always():
-    """Whether ranks meet never depends on what one of them knows alone."""
+    """Whether ranks meet never depends on state that only one of them has."""
     calls = COMPARED_CALLS + 5
     assert world(2).run(comparisons, PerRank(["", "1"]), calls, fresh=True) == [(True, calls)] * 2
 

@@ -1,4 +1,4 @@
-"""Plain collectives equal their formulas on integers that every dtype holds exactly, for any rows a rank."""
+"""Plain collectives equal their formulas on integers that every dtype holds exactly, for any number of rows."""
 
 import torch
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 def shards(sizes: tuple[int, ...], width: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Every rank's [sizes[r], width], the same on all ranks."""
+    """The [sizes[r], width] shard of every rank, the same list on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(-9, 10, (n, width), generator=generator).to(dtype) for n in sizes]
 
@@ -59,6 +59,6 @@ def sum_many_small_to_a_large(group) -> torch.Tensor:
 
 
 def test_16_bit_sums_are_made_in_fp32_and_rounded_once():
-    # 256 + 1 + 1 + 1 is 259: 260 after one rounding, 256 if every step rounds to bf16
+    # 256 + 1 + 1 + 1 = 259: 260 if it rounds once, 256 if every step rounds to bf16
     for summed in world(4).run(sum_many_small_to_a_large) + VirtualWorld(4).run(sum_many_small_to_a_large):
         assert summed.item() == 260.0

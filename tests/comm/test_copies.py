@@ -1,4 +1,4 @@
-"""Copies beside a kernel: what the driver is told, and in which order. tests/gpu/test_graphs.py has a real one."""
+"""Copies beside a kernel: which driver calls are made, and in which order. tests/gpu/test_graphs.py runs a real one."""
 
 import ctypes
 import subprocess
@@ -17,7 +17,7 @@ HANDLE = (1 << 40) + 9
 
 
 class Side(SideStream):
-    """A stream whose copies are made at once, by a driver that looks whenever it has made one."""
+    """A stream that copies immediately; its fake driver calls `look` after each copy."""
 
     def __init__(self, look):
         self._handle, self.look, self.forks = HANDLE, look, 0
@@ -35,7 +35,7 @@ class Side(SideStream):
 @pytest.mark.parametrize("epoch", [1, -(2**31) + 5])
 @pytest.mark.parametrize("by", ["host", "stream"])
 def test_a_peer_has_all_rows_of_a_flag_that_is_set(by, epoch, monkeypatch):
-    """Every flag is looked at after each copy: of a stream or, on CPU, of the host."""
+    """Check all flags after each copy, both of a stream and, on CPU, of the host."""
     rank, w, chunk, x = 1, 3, 4, torch.arange(30.0).view(15, 2) + 1
     slots = [torch.zeros(400, dtype=torch.uint8) for _ in range(w)]
     flags = [torch.zeros(10, dtype=torch.int32) for _ in range(w)]
@@ -110,7 +110,7 @@ def test_the_driver_gets_every_bit_of_addresses_sizes_and_handles(tmp_path, monk
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_group_is_given_up_where_copies_may_have_gone_without_their_kernel(begun):
-    """Their flags say that the call's rows have come, and the next call would have the same epoch."""
+    """The flags say that the call's rows have arrived, and the next call would use the same epoch."""
     workspace = SimpleNamespace(failed=None, meets=False, end=lambda: None)
     workspace.give_up = lambda call, error: Workspace.give_up(workspace, call, error)
     call = object.__new__(Call)

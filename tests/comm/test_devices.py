@@ -1,4 +1,4 @@
-"""Whether GPUs of a group can share memory, by what each rank sees of them: one answer on all ranks, on fake GPUs."""
+"""Whether the GPUs of a group can share memory, given what each rank sees: all ranks agree. The GPUs are fakes."""
 
 import os
 from contextlib import nullcontext
@@ -20,26 +20,26 @@ VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank sees: the UUIDs of its visible GPUs, and the index of its own."""
+    """What one rank sees: the UUIDs of its visible GPUs, and the index of its own GPU."""
 
     uuids: tuple[str, ...]
     index: int = 0
-    hidden: tuple[str, ...] = ()  # not visible to CUDA, but to NVML
+    hidden: tuple[str, ...] = ()  # visible to NVML but not to CUDA
     unreachable: tuple[str, ...] = ()
     not_atomic: tuple[str, ...] = ()
-    broken: str = ""  # a function of torch.cuda that raises here
+    broken: str = ""  # the function that fails on this rank
     namespace: str = "one"
     pidfd: bool | None = True  # None: this Python was built without it
     folder: str = "/tmp"
-    pid: int = 0  # 0: its real one
+    pid: int = 0  # 0: the real one
     host: str = "here"
-    domain: str = ""  # NVLink domain of several hosts; "": in none
+    domain: str = ""  # an NVLink domain that spans hosts; "": none
     torch: tuple[int, int] = (2, 11)
-    backend: str | None = "CUDA"  # of torch's symmetric memory; None: it names none
+    backend: str | None = "CUDA"  # of torch's symmetric memory; None: torch does not name one
 
 
 def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | None]:
-    """The fault that this rank is told, and the variable for torch's rendezvous."""
+    """This rank's fault, and the value of the variable for torch's rendezvous."""
 
     def called(name: str) -> None:
         if name == seen.broken:
@@ -51,11 +51,11 @@ def judged(group, seen: Seen, device: str = "cuda") -> tuple[str | None, str | N
 
     def can_access(i: int, j: int) -> bool:
         called("can_device_access_peer")
-        assert i == seen.index and 0 <= j < len(seen.uuids), (i, j)  # as torch asserts
+        assert i == seen.index and 0 <= j < len(seen.uuids), (i, j)  # torch asserts this too
         return seen.uuids[j] not in seen.unreachable
 
     def attribute(found, which: int, i: int, j: int) -> int:
-        """The driver's cuDeviceGetP2PAttribute; CUdevice_P2PAttribute 3 is that of native atomics."""
+        """A fake of the driver's cuDeviceGetP2PAttribute; CUdevice_P2PAttribute 3 is native atomics."""
         if seen.broken == "cuDeviceGetP2PAttribute":
             return 999
         assert which == 3 and i == seen.index and i != j < len(seen.uuids)
@@ -116,7 +116,7 @@ def test_gpus_that_all_ranks_see_share_memory_and_torch_need_not_be_told():
 
 
 def test_unequal_visibility_raises_on_no_rank():
-    """Rank 0 sees one GPU, rank 1 another and two more; indices of a peer mean nothing here."""
+    """Rank 0 sees one GPU; rank 1 sees another one and two more. A peer's device indices mean nothing here."""
     assert outcomes(Seen(("a",), 0), Seen(("c", "b", "d"), 1), Seen(("c",), 0)) == [(None, "1")] * 3
 
 
@@ -125,7 +125,7 @@ def test_ranks_that_share_a_gpu_are_left_to_torch():
 
 
 def test_symmetric_memory_of_another_kind_is_refused_on_all_ranks():
-    """As of NVSHMEM, which frees memory together with all processes of the job: pytorch issue 195500."""
+    """Such as NVSHMEM, which frees memory with all processes of the job: pytorch issue 195500."""
     told = outcomes(Seen(("a", "b"), 0), Seen(("a", "b"), 1, backend="NVSHMEM"))
     (fault,) = {fault for fault, _ in told}
     assert "rank 1" in str(fault) and "NVSHMEM" in str(fault)
@@ -138,7 +138,7 @@ def test_a_gpu_that_cannot_reach_its_peer_s_is_named_on_all_ranks():
 
 
 def test_gpus_without_native_atomics_between_them_are_named_on_all_ranks():
-    """As over PCIe: flags are exchanged by atomics, which there are none of a peer's memory."""
+    """For example over PCIe: flags are exchanged with atomics, and a peer's memory supports none."""
     told = outcomes(Seen(("a", "b", "c"), 0), Seen(("a", "b", "c"), 1, not_atomic=("c",)), Seen(("c",), 0))
     (fault,) = {fault for fault, _ in told}
     assert "the GPU of rank 1 has no native atomics in the memory of rank 2's" in str(fault)
@@ -148,7 +148,7 @@ def test_gpus_without_native_atomics_between_them_are_named_on_all_ranks():
     "given, text", [("unreachable", "cannot access the memory of rank 0's"), ("not_atomic", "has no native atomics")]
 )
 def test_of_gpus_that_cuda_does_not_show_nvml_is_asked(given, text):
-    """With one visible device a rank, on a PCIe box: torch would map the memory, and flags would be lost."""
+    """One visible device per rank on a PCIe machine: torch would map the memory, and flags would be lost."""
     told = outcomes(Seen(("a",), hidden=("b",)), Seen(("b",), hidden=("a",), **{given: ("a",)}))
     (fault,) = {fault for fault, _ in told}
     assert "the GPU of rank 1 " in str(fault) and text in str(fault)
@@ -167,7 +167,7 @@ def test_what_raises_on_one_rank_is_told_to_all(broken):
 def test_only_cpu_ranks_need_one_pid_namespace_and_to_watch_each_other():
     apart = Seen(("a",), namespace="one"), Seen(("b",), namespace="two")
     blind = Seen(("a",), pidfd=False), Seen(("b",), pidfd=False)
-    old = Seen(("a",), pidfd=None), Seen(("b",), pidfd=None)  # many builds of Python know older kernels only
+    old = Seen(("a",), pidfd=None), Seen(("b",), pidfd=None)  # many Python builds only know older kernels
     assert outcomes(*apart) == outcomes(*blind) == outcomes(*old) == [(None, "1")] * 2
     for seen, text in (
         (apart, "spans PID namespaces"),
@@ -179,7 +179,7 @@ def test_only_cpu_ranks_need_one_pid_namespace_and_to_watch_each_other():
 
 
 def test_gpu_ranks_that_torch_s_handles_cannot_reach_say_so(tmp_path):
-    """Otherwise one raises in torch's rendezvous and its peers wait, or a rank maps its own memory as a peer's."""
+    """Otherwise one rank raises in torch's rendezvous and its peers wait, or a rank maps its own memory as a peer's."""
     folders = Seen(("a",)), Seen(("b",), namespace="two", folder=str(tmp_path))
     missing = Seen(("a",)), Seen(("b",), namespace="two", folder=str(tmp_path / "none"))
     pids = Seen(("a",), pid=7), Seen(("b",), namespace="two", pid=7)
@@ -193,7 +193,7 @@ def test_gpu_ranks_that_torch_s_handles_cannot_reach_say_so(tmp_path):
 
 
 def test_gpu_ranks_whose_sockets_would_have_too_long_a_name_say_so(tmp_path):
-    """torch copies it into the 108 bytes of a socket's address unseen."""
+    """torch copies the name into the 108 bytes of a socket address without a check."""
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     seen = Seen(("a",), folder=str(deep)), Seen(("b",), folder=str(deep))
@@ -201,7 +201,7 @@ def test_gpu_ranks_whose_sockets_would_have_too_long_a_name_say_so(tmp_path):
 
 
 def test_gpus_of_several_hosts_in_one_nvlink_domain_share_memory():
-    """As of GB200 NVL72: neither sockets nor process ids of one host are needed, and no peer's GPU is visible."""
+    """As on GB200 NVL72: sockets and process ids on one host are not needed, and no peer's GPU is visible."""
     one = Seen(("a",), host="x", domain="n 1", pid=7), Seen(("b",), host="y", domain="n 1", pid=7, folder="/none")
     assert outcomes(*one) == [(None, "1")] * 2
 
@@ -221,13 +221,13 @@ def test_gpus_of_several_hosts_that_nvlink_does_not_connect_say_so_on_all_ranks(
 
 
 def test_whatever_a_rank_cannot_find_out_about_its_domain_is_told_to_all():
-    """Its peers wait for its answer."""
+    """The peers wait for this rank's answer."""
     told = outcomes(Seen(("a",), host="x", domain="n 1"), Seen(("b",), host="y", domain="n 1", broken="nvlink_domain"))
     assert {fault for fault, _ in told} == {"the group spans hosts: rank 1: nvlink_domain is broken"}
 
 
 class Driver:
-    """libnvidia-ml and libcuda of a GPU in a cluster; `broken`: a function that gives 999."""
+    """A fake libnvidia-ml and libcuda of a GPU in a cluster; `broken`: the function that returns 999."""
 
     def __init__(self, broken: str = "", **info: object) -> None:
         self.broken, self.info = broken, {"cluster": b"\1" * 16, "status": 0, "clique": 5, "state": 3, **info}
@@ -243,7 +243,7 @@ class Driver:
                 found.cluster[:] = self.info["cluster"]
                 found.status, found.clique, found.state = (self.info[key] for key in ("status", "clique", "state"))
             if name == "cuMemCreate":
-                wanted = given[2]._obj  # pinned, by a fabric handle, of GPU 2
+                wanted = given[2]._obj  # pinned memory of GPU 2, shared by a fabric handle
                 assert (wanted.type, wanted.handles, wanted.place, wanted.index) == (1, 8, 1, 2)
             if name == "cuMemExportToShareableHandle":
                 assert len(given[0]) == 64 and given[2] == 8
@@ -268,7 +268,7 @@ def test_a_domain_is_a_cluster_and_a_clique_in_which_memory_can_be_passed_on():
 
 
 class Nvml:
-    """libnvidia-ml of a machine with some GPUs; `refused`: pairs of what is asked of, and of which capability."""
+    """A fake libnvidia-ml of a machine with several GPUs; `refused`: each (GPU, peer, capability) that it denies."""
 
     def __init__(self, *uuids: str, refused: tuple[tuple[str, str, int], ...] = (), broken: str = "") -> None:
         self.uuids, self.refused, self.broken, self.begun = uuids, refused, broken, 0
@@ -323,7 +323,7 @@ def test_without_nvml_nothing_is_known_of_hidden_gpus():
 
 @pytest.mark.parametrize("info", [{"state": 2}, {"status": 10}, {"cluster": bytes(16)}])
 def test_a_gpu_whose_network_is_not_up_or_ends_at_its_host_is_in_no_domain(info):
-    """An H100 behind switches of its host reports a finished network, of no cluster."""
+    """An H100 whose switches stay within its host reports a completed fabric without a cluster."""
     with pytest.raises(OSError, match="GPU 2 is not in an NVLink network of several hosts"):
         domain_by(Driver(**info))
 
@@ -341,7 +341,7 @@ def test_what_the_driver_refuses_is_named_and_nothing_is_kept(broken):
 
 
 class Bound:
-    """A process group of GPUs whose rank was given one, as init_process_group(device_id=...) does."""
+    """A process group that was bound to a GPU, as by init_process_group(device_id=...)."""
 
     group_name = "bound"
     _device_types = (torch.device("cuda"),)
@@ -358,7 +358,7 @@ class Bound:
 
 @pytest.mark.parametrize("given, want", [(torch.device("cuda", 3), 3), (None, 1)])
 def test_a_rank_has_the_gpu_that_its_group_was_given_or_else_the_current_one(monkeypatch, given, want):
-    """Objects are exchanged with that one current: torch takes the current one for them."""
+    """Objects are exchanged with that GPU as the current one, because torch uses the current one for them."""
     current = [1]
 
     class Current:
@@ -398,5 +398,5 @@ def watched(group, namespace: str) -> set[int]:
 
 
 def test_a_gpu_rank_watches_the_peers_of_its_own_pid_namespace():
-    """The number of a process in another one may be that of a stranger here."""
+    """In another PID namespace, the same number may be an unrelated process."""
     assert world(3).run(watched, PerRank(["one", "two", "one"])) == [{2}, set(), {0}]

@@ -1,4 +1,4 @@
-"""A rank that dies, raises or is late: its peers say so within the timeout, and nothing is left behind."""
+"""A rank that dies, raises or is late: its peers raise within the timeout, and nothing is left behind."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ def signature(comm) -> Signature:
 
 
 def call(group, role: str) -> None:
-    """One call; in the middle of it a rank may die, raise, or be late."""
+    """One call; halfway through, a rank may die, raise, or be late."""
     comm = communicator(group)
     with comm.workspace.call(signature(comm), 1 << 20) as current:
         if role == "die":
@@ -36,7 +36,7 @@ def call_with_timeout(group, role: str, seconds: float) -> None:
 
 
 def shared_memory_files() -> set[str]:
-    """(device and inode) of every memfd that any process maps or holds."""
+    """(device and inode) of every memfd that any process maps or has open."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -51,7 +51,9 @@ def shared_memory_files() -> set[str]:
 
 
 def named_files() -> set[str]:
-    """What this package, or the shared memory of torch in its workers, would leave in /dev/shm; not other programs'."""
+    """Files in /dev/shm that this package, or torch's shared memory in its workers, would leave; none of other
+    programs.
+    """
     return {name for name in os.listdir("/dev/shm") if "fusedtp" in name or name.startswith("torch_")}
 
 
@@ -137,7 +139,7 @@ def test_a_thread_that_raises_stops_the_virtual_world():
 
 @pytest.mark.parametrize("when", ["begun", "not begun"])
 def test_a_thread_that_raises_stops_a_part_of_the_virtual_world(when):
-    """Rank 1 raises; rank 3 waits for it in their pair, whether that has met before or not."""
+    """Rank 1 raises; rank 3 waits for rank 1 in their pair, whether or not the pair has met before."""
     stopped = []
 
     def body(group) -> None:
@@ -161,7 +163,7 @@ def test_a_thread_that_raises_stops_a_part_of_the_virtual_world(when):
 
 
 def test_a_thread_that_is_stopped_stops_its_part_of_the_virtual_world():
-    """Rank 1 raises, rank 3 waits for it in the world, rank 2 for rank 3 in their pair. Afterwards all is well."""
+    """Rank 1 raises, rank 3 waits for it in the world, rank 2 waits for rank 3 in their pair. The next run works."""
     virtual, met, stopped = VirtualWorld(4), threading.Barrier(4), []
 
     def body(group) -> None:
@@ -184,7 +186,7 @@ def test_a_thread_that_is_stopped_stops_its_part_of_the_virtual_world():
 
 
 def held_after(group, broken: str) -> tuple[bool, bool]:
-    """Whether another thread can take the lock after a call that broke on its way out, and whether the group failed."""
+    """After a call that broke on exit: whether another thread can take the lock, and whether the group has failed."""
     workspace = communicator(group).workspace
 
     class Broken:
@@ -202,7 +204,7 @@ def held_after(group, broken: str) -> tuple[bool, bool]:
     with pytest.raises((RuntimeError, KeyboardInterrupt)):
         with workspace.call(Signature("some_call", "chunked", torch.float32, 1, (1, 1)), 64) as call:
             call.handshake()
-            communicator(group).world.barrier()  # no rank is still waiting when another one gives up
+            communicator(group).world.barrier()  # no rank may still wait when another one gives up
             if broken == "stream":
                 workspace._order = Broken()
             else:

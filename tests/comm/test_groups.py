@@ -1,4 +1,4 @@
-"""What may be passed as a group, two groups at once, and what a group leaves behind."""
+"""Valid and invalid groups, two groups at once, and what a group leaves behind."""
 
 import gc
 import os
@@ -39,7 +39,7 @@ def test_mesh_dimensions_are_groups_whose_ranks_are_not_the_global_ones():
 
 
 def lines_of_ranks(group) -> list[tuple]:
-    """Twice: the second time they are known already."""
+    """Dimension 0 comes twice: its group is already registered the second time."""
     found = []
     for dim in (0, 1, 0):
         comm = communicator(group.along((2, 3), dim))
@@ -142,7 +142,7 @@ print("alive" if group() else "gone")
 
 
 def test_the_default_group_is_gone_when_it_is_destroyed(tmp_path):
-    """Its threads too: one that lets go of a tensor after the interpreter's end aborts the process."""
+    """Its threads are gone too: a thread that frees a tensor after the interpreter has exited aborts the process."""
     command = [sys.executable, "-c", DESTROYS_THE_DEFAULT_GROUP, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "gone\n"), done.stderr
@@ -157,7 +157,7 @@ def test_a_virtual_world_has_at_least_one_rank(size):
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("before", [None, "4", "8"])
 def test_a_virtual_world_on_a_gpu_has_connections_for_its_streams_or_says_so(started, before, monkeypatch):
-    """8 of them serve 4 ranks and no more; once CUDA has started nothing can be changed."""
+    """8 connections serve 4 ranks and no more; once CUDA has started, the number is fixed."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     environment = {} if before is None else {name: before}
     monkeypatch.setattr(os, "environ", environment)

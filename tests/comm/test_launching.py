@@ -1,4 +1,4 @@
-"""Later launches of a kernel against what Triton itself would launch: the same compiled kernel, the same arguments."""
+"""Repeated launches of a kernel equal Triton's own launch: the same compiled kernel, the same arguments."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ LINEAR = (
 )
 
 
-launches: list[tuple] = []  # what was launched
+launches: list[tuple] = []  # recorded launches
 
 
 class Compiled:
-    """What stands in for a kernel that Triton compiled: its function is by what it was compiled for."""
+    """A stand-in for a kernel that Triton compiled; its function is determined by what it was compiled for."""
 
     packed_metadata = (4, 1, 0)
 
@@ -64,7 +64,7 @@ def nvidia():
 
 
 def encoding_of(descriptor: str) -> dict:
-    """What the compiler says of how a descriptor is encoded, of its tiles and dtype alone."""
+    """The compiler's metadata for encoding a descriptor; it depends on tile and dtype only."""
     tile = descriptor[descriptor.index("[") + 1 : descriptor.index("]")]
     return dict(
         swizzle=descriptor, elem_size=2, elem_type=8, block_size=list(map(int, tile.split(","))), fp4_padded=False
@@ -72,7 +72,7 @@ def encoding_of(descriptor: str) -> dict:
 
 
 def note(*args) -> None:
-    """What stands in for the driver's launch: notes what it is called with, and calls the hooks."""
+    """A stand-in for the driver's launch: record its arguments and call the hooks."""
     grid, (stream, function), how, packed, (metadata, enter, leave) = (
         args[:3],
         args[3:5],
@@ -90,7 +90,7 @@ def note(*args) -> None:
 
 
 def taken_of(annotations, given) -> list:
-    """The arguments that a kernel takes, as the driver picks them: of tuples the entries, without constants."""
+    """The arguments that a kernel takes, as the driver selects them: tuples are flattened, constants dropped."""
     assert len(annotations) == len(given)
     found = []
     for annotation, value in zip(annotations, given, strict=True):
@@ -102,15 +102,15 @@ def taken_of(annotations, given) -> list:
 
 
 def plain(value):
-    """An argument by its value, a tensor by its address."""
+    """Replace an argument by its value and a tensor by its address."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
-    return getattr(value, "value", value)  # of a constexpr
+    return getattr(value, "value", value)  # a constexpr
 
 
 @pytest.fixture(scope="module")
 def triton():
-    """Triton beside an H100 that is not there, for which it compiles nothing; binding and choosing are its own."""
+    """Triton for an H100 that is absent; it compiles nothing, but binding and specialization are its own."""
     jit = pytest.importorskip("triton.runtime.jit")
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -143,7 +143,7 @@ def triton():
     launching._kept.cache_clear()
     for kernel in used:
         kernel.device_caches.clear()
-    driver.set_active(None)  # whoever asks next finds this machine's own
+    driver.set_active(None)  # the next lookup finds this machine's own driver
 
 
 def both(kernel, programs, args, options, ours) -> tuple:
@@ -162,7 +162,7 @@ def at(offset: int, *shape: int, dtype=torch.bfloat16) -> torch.Tensor:
 
 @pytest.mark.parametrize("kernel", [name for name in OWN if name not in SIGNALS])
 def test_every_kernel_is_launched_as_by_triton(triton, monkeypatch, kernel):
-    """In every variant: at first through Triton, then without, and again where the group's memory has moved."""
+    """Every variant: first through Triton, then without it, and again after the group's memory has moved."""
     pointers = {}
 
     def given(self, of_call):
@@ -208,7 +208,7 @@ def test_every_kernel_is_launched_as_by_triton(triton, monkeypatch, kernel):
 @example([(1, True, False, False), (0, True, False, False), (0, True, True, False)])
 @settings(max_examples=15)
 def test_a_kept_launch_is_triton_s(triton, calls):
-    """Of the gather, with and without a bias and a kept x, aligned or not, before and after its memory has moved."""
+    """The gather, with and without a bias and a kept x, aligned or not, before and after its memory moves."""
     from fusedtp.ops.all_gather_matmul import pointers, prepare
 
     view = _view(2)
@@ -217,7 +217,7 @@ def test_a_kept_launch_is_triton_s(triton, calls):
     for offset, with_bias, keep, moves in calls:
         if moves:
             view = _view(2)
-            view.slot_bytes = 1 << 33  # of another type in the kernel
+            view.slot_bytes = 1 << 33  # an integer of another type in the kernel
             peers = peers_of(view, 1, 2, 12345, "cuda")
         biases = [at(offset, 32) if with_bias else None]
         gathered = at(offset, 32, 64) if keep else None
@@ -231,7 +231,7 @@ def test_a_kept_launch_is_triton_s(triton, calls):
 
 
 def laid(layout: str, *shape: int, dtype=torch.bfloat16) -> torch.Tensor:
-    """[M, K] with rows or columns one behind another, with room between rows, or in memory that 16 does not divide."""
+    """[M, K] with contiguous rows, contiguous columns, gaps between rows, or an address that 16 does not divide."""
     if layout == "across":
         return at(0, *reversed(shape), dtype=dtype).t()
     return (
@@ -242,7 +242,7 @@ def laid(layout: str, *shape: int, dtype=torch.bfloat16) -> torch.Tensor:
 
 
 def operands_of(name: str, draw, layouts: list[str], width: int) -> tuple:
-    """What the engine of this operation is given on one of two ranks."""
+    """The arguments of this operation's engine on one of two ranks."""
     layout, some = st.sampled_from(layouts), st.sampled_from(["", "rows", "odd"])
     fp8, one = torch.float8_e4m3fn, torch.ones(1, 1)
 
@@ -275,7 +275,7 @@ def operands_of(name: str, draw, layouts: list[str], width: int) -> tuple:
 
 
 class Running:
-    """A call of a group whose memory never moves."""
+    """A call of a group; the group's memory never moves."""
 
     def __init__(self, view) -> None:
         self.view = view
@@ -292,7 +292,7 @@ class Running:
 
 @pytest.fixture
 def compared(triton, monkeypatch):
-    """Every launch of an operation's call is compared with Triton's; a list that counts them."""
+    """Compare every launch of an operation's call with Triton's; return a list with one entry per launch."""
     from fusedtp.ops.launch import run
 
     monkeypatch.setattr(run, "machine_of", lambda *_: MACHINE)
@@ -319,10 +319,10 @@ def compared(triton, monkeypatch):
 @given(data=st.data())
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_launches_that_operations_keep_are_triton_s(compared, name, data):
-    """What one is kept by tells all apart that Triton compiles differently: layouts, biases, what is kept, dtypes."""
+    """A kept launch's key separates all that Triton compiles differently: layouts, biases, saved tensors, dtypes."""
     op, view, kept = OPERATIONS[name], _view(2), {}
     peers = peers_of(view, 1, 2, 12345, "cuda")
-    # few, so that a later call differs in little from an earlier one
+    # few layouts, so that a later call differs only slightly from an earlier one
     layouts = data.draw(st.lists(st.sampled_from(["rows", "rows", "across", "wide", "odd"]), min_size=1, max_size=2))
     width = data.draw(st.sampled_from([32, 32, 20]))
     for _ in range(data.draw(st.integers(3, 6))):
@@ -339,7 +339,7 @@ def test_launches_that_operations_keep_are_triton_s(compared, name, data):
 
 
 def local_call(draw, kind: str, rows: int, width: int) -> tuple:
-    """What plans a launch of an elementwise kernel, and what it is given: all as usual but for one thing."""
+    """An elementwise kernel's planner and its arguments: at most one argument differs from the default."""
     changed, change = draw(st.integers(0, 4)), draw(st.sampled_from(["rows", "wide", "odd", "other"]))
 
     def other(i: int) -> bool:
@@ -375,7 +375,7 @@ def local_call(draw, kind: str, rows: int, width: int) -> tuple:
 )
 @settings(max_examples=60)
 def test_kept_launches_of_elementwise_kernels_are_triton_s(triton, kind, sizes, data):
-    """Of operands that differ in little, each twice: at first through Triton, then without."""
+    """Operands that differ slightly, each used twice: first through Triton, then without it."""
     pointwise._kept.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pointwise, "machine_of", lambda _: MACHINE)
@@ -403,7 +403,7 @@ def test_kept_launches_of_elementwise_kernels_are_triton_s(triton, kind, sizes, 
 @example([(0, 16, False), (0, 1, False), (0, 16, True), (1, 16, False), (0, 16, False)])
 @settings(max_examples=15)
 def test_a_launch_made_anew_is_triton_s(triton, calls):
-    """Of RMSNorm: what is compiled depends on sizes that are one or divisible by 16, on alignment, and on None."""
+    """RMSNorm: compilation depends on sizes that are one or divisible by 16, on alignment, and on None."""
     for offset, rows, with_residual in calls:
         residual = at(offset, rows, 64) if with_residual else None
         launch, _ = plan_rms_norm(at(offset, rows, 64), residual, at(0, 64), 1e-5, MACHINE).whole()
@@ -414,7 +414,7 @@ def test_a_launch_made_anew_is_triton_s(triton, calls):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_hook_sees_every_launch(triton, kept):
-    """As of a profiler, which asks Triton for it."""
+    """For example a profiler that sets the hook in Triton."""
     from triton import knobs
 
     launch, _ = plan_rms_norm(at(0, 16, 64), None, at(0, 64), 1e-5, MACHINE).whole()
@@ -434,7 +434,7 @@ def test_a_hook_sees_every_launch(triton, kept):
 
 
 def test_later_launches_do_not_bind(triton, monkeypatch):
-    """The binding is what this saves: of a launch made anew, and of the meeting kernel."""
+    """Skipping the binding is the point: both for a new launch and for the meeting kernel."""
     from triton.runtime.jit import JITFunction
 
     view = _view(2)
@@ -454,7 +454,7 @@ def test_later_launches_do_not_bind(triton, monkeypatch):
 
 @pytest.fixture
 def scattering(triton, monkeypatch):
-    """matmul_reduce_scatter's engine on one of two ranks, x and weight by TMA: what calls it, and its plan."""
+    """matmul_reduce_scatter's engine on one of two ranks, x and weight by TMA: the function to call, and its plan."""
     from fusedtp.ops.launch import run
 
     op, view = OPERATIONS["matmul_reduce_scatter"], _view(2)
@@ -472,7 +472,9 @@ def scattering(triton, monkeypatch):
 
 
 def test_alike_calls_are_launched_below_triton_s_launcher(scattering, monkeypatch):
-    """That one encodes every descriptor in every call. Here an address is encoded once, as weights move to and fro."""
+    """Triton's launcher encodes every descriptor in every call. Here each address is encoded once while weights
+    alternate.
+    """
     call, _ = scattering
     utils, seen = nvidia().triton.runtime.driver.active.utils, []
     encode = utils.fill_tma_descriptor_tiled
@@ -508,13 +510,13 @@ def test_encoded_descriptors_of_ever_new_addresses_are_not_all_kept(scattering, 
 
 @pytest.mark.parametrize("field", ["global_scratch_size", "profile_scratch_size", "gsan_enabled", "arg_annotations"])
 def test_a_launcher_that_does_more_or_is_another_is_called(scattering, monkeypatch, field):
-    """Nothing promises its fields. Where it brings memory, or they do not fit, every call goes through it."""
+    """Its fields are no stable API. If it allocates scratch, or a field is unexpected, every call goes through it."""
     call, plan = scattering
     operands, seen = (at(0, 32, 64), at(0, 64, 64)), []
     call(*operands)
     (ready,) = plan.launches[None].repeated._ready.values()
     value = [] if field == "arg_annotations" else 1
-    monkeypatch.setattr(ready.compiled.run, field, value, raising=field != "gsan_enabled")  # from Triton 3.8 on
+    monkeypatch.setattr(ready.compiled.run, field, value, raising=field != "gsan_enabled")  # added in Triton 3.8
     monkeypatch.setattr(nvidia().CudaLauncher, "__call__", lambda *args: seen.append(args))
     for _ in range(3):
         call(*operands)
@@ -534,7 +536,7 @@ def test_meetings_of_ever_new_signatures_are_not_all_kept(triton, monkeypatch):
 
 @pytest.mark.parametrize("tma", [True, False])
 def test_what_is_kept_holds_no_tensor_of_a_call(triton, tma):
-    """By TMA neither, where a descriptor is given and not an address."""
+    """With TMA too, where the argument is a descriptor and not an address."""
     x, weight = at(0, 128, 64), at(0, 128, 64)
     config = replace(local_config(MACHINE, x.dtype, "ieee", 128, 128), tma=tma)
     launch, y = plan_matmul(x, weight, None, x.dtype, config, "ieee", MACHINE)
@@ -547,7 +549,7 @@ def test_what_is_kept_holds_no_tensor_of_a_call(triton, tma):
 
 
 def test_what_was_compiled_lives_as_long_as_what_starts_it(triton):
-    """Else its module would be unloaded, as of two threads that compile at once: Triton keeps the later one."""
+    """Otherwise its module would be unloaded, e.g. if two threads compile at once: Triton keeps only the later one."""
     launch, _ = plan_rms_norm(at(0, 16, 64), None, at(0, 64), 1e-5, MACHINE).whole()
     launch.kernel.device_caches.clear()
     launch.repeated.start(CPU)

@@ -1,4 +1,4 @@
-"""Calls as GPUs make them: no signal of the host's, ranks meet by a kernel, here interpreted by several processes."""
+"""Calls on the GPU path: the host sends no signals, and ranks meet in a kernel, interpreted in several processes."""
 
 import time
 from threading import get_ident
@@ -15,14 +15,14 @@ from tests.harness import world
 
 
 def as_on_a_gpu(group):
-    """The group's communicator; from now on its calls take the paths of a GPU whose stream is this thread."""
+    """The group's communicator, which now takes the GPU path; this thread plays its stream."""
     comm = communicator(group)
     comm.workspace.on_cpu, comm.workspace.meets = False, True
     return comm
 
 
 def many_calls_that_meet(group, seed: int, calls: int) -> tuple[list[int], int, int]:
-    """The calls that read wrong data; the epoch, and how many times the data region grew."""
+    """The calls that read wrong data, the epoch, and how many times the data region grew."""
     comm, sizes = as_on_a_gpu(group), set()
     grow = comm.workspace.grow
     comm.workspace.grow = lambda nbytes: (sizes.add(nbytes), grow(nbytes))
@@ -50,7 +50,7 @@ def test_without_meeting_a_rank_reads_what_is_not_there_yet():
 
 
 def after_fused_kernels(group, engines: tuple[str, ...]) -> list[int]:
-    """Epochs after a fused call by each engine, a host-sequenced one, and another."""
+    """Epochs after one fused call per engine, after a host-sequenced call, and after another."""
     comm, epochs = as_on_a_gpu(group), []
     fusedtp.reserve(group, 1 << 12)
     x = torch.ones(3, 4)
@@ -72,7 +72,7 @@ def test_all_ranks_meet_once_more_after_a_fused_kernel_and_not_before_one(engine
 @pytest.mark.parametrize("engine, meets", [("chunked", True), ("triton", False), ("multimem", False)])
 @pytest.mark.parametrize("in_graph", [True, False])
 def test_a_fused_call_needs_no_meeting_once_a_graph_counts_too(engine, meets, in_graph):
-    """Its kernel reads the number of the call from the device; the host no longer knows it."""
+    """Its kernel reads the call number from the device, because the host no longer knows it."""
     met: list[str] = []
     call = SimpleNamespace(signature=SimpleNamespace(engine=engine), meet=lambda: met.append(engine))
     workspace = SimpleNamespace(_fused_last=False, _in_graph=in_graph)
@@ -82,7 +82,7 @@ def test_a_fused_call_needs_no_meeting_once_a_graph_counts_too(engine, meets, in
 
 
 def threads_that_allocate(group) -> tuple[bool, bool, list[float]]:
-    """Whether regions and tables of addresses are made in the calling thread, and what a call then reads."""
+    """Whether the calling thread allocates regions and address tables, and what a call then reads."""
     comm = as_on_a_gpu(group)
     workspace, regions, tables = comm.workspace, set(), set()
     allocate, make_view = comm.world.allocate, workspace._make_view
@@ -93,14 +93,14 @@ def threads_that_allocate(group) -> tuple[bool, bool, list[float]]:
 
 
 def test_what_a_workspace_keeps_is_allocated_outside_of_a_graph_s_pool():
-    """torch.compile(mode="reduce-overhead") warms up with all allocations of the thread in one, and raises for what
-    stays there.
+    """torch.compile(mode="reduce-overhead") warms up with all of the thread's allocations in its pool, and raises if
+    any stay there.
     """
     assert world(2).run(threads_that_allocate, fresh=True) == [(False, False, [3.0])] * 2
 
 
 def without_room(group) -> tuple[str, bool]:
-    """Growth that fails on all ranks, on a workspace that a graph names."""
+    """Growth that fails on all ranks, on a workspace that a graph refers to."""
     comm = as_on_a_gpu(group)
     comm.workspace.grow(1 << 10)
     comm.workspace._in_graph = True
@@ -121,7 +121,7 @@ def test_growth_that_fails_leaves_the_workspace_as_it_was():
 
 
 def disagree(group, odd_rank: int, collective: bool, grown: bool) -> tuple[str, str, float]:
-    """One call in which a rank has another width; then what the next look at the group raises."""
+    """One call in which a rank has another width; return its error and the error of the next check of the group."""
     comm = as_on_a_gpu(group)
     if grown:
         comm.workspace.grow(1 << 12)
@@ -154,13 +154,15 @@ def test_ranks_that_disagree_are_named_when_the_host_next_looks(collective):
 
 
 def test_ranks_that_disagree_do_not_grow():
-    """Growing is collective: a rank that goes there alone would wait for ever."""
+    """Growth is collective: a rank that grows alone would wait forever."""
     for early, later, seconds in world(2).run(disagree, 0, False, False, fresh=True):
         assert early.startswith("SignatureMismatch") and later == early and seconds < 30, (early, later)
 
 
 def left_by(group, raisers: tuple[int, ...], engine: str) -> tuple[str, str, float, bool]:
-    """A call in which some ranks raise: what this one's raises, and the next look; whether the next call is right."""
+    """A call in which `raisers` raise. Return this rank's error, the error of the next check, the seconds until the
+    call returned, and whether the following call is right.
+    """
     comm = as_on_a_gpu(group)
     fusedtp.set_timeout(group, 10.0)
     fusedtp.reserve(group, 1 << 12)
@@ -187,7 +189,7 @@ def left_by(group, raisers: tuple[int, ...], engine: str) -> tuple[str, str, flo
 
 @pytest.mark.parametrize("engine", ["chunked", "triton"])
 def test_a_rank_that_raises_in_a_call_is_named_at_once_and_the_group_is_at_its_end(engine):
-    """Not after the timeout. And if it went on, its next call would be taken for this one."""
+    """The error comes before the timeout. If the group went on, the rank's next call would be taken for this one."""
     outcomes = world(3).run(left_by, (1,), engine, fresh=True)
     for rank, (early, later, seconds, _) in enumerate(outcomes):
         assert early == ("out of memory" if rank == 1 else "") and seconds < 8, (rank, early, seconds)
@@ -269,7 +271,7 @@ def test_a_thread_that_raises_is_the_one_that_the_run_raises():
 
 
 def one_shot(group) -> tuple[int, bool]:
-    """How often streams met in an all-reduce of ranks whose kernels cannot, and whether its sum is right."""
+    """How often streams met in an all-reduce on ranks without a meeting kernel, and whether its sum is right."""
     comm, met = as_on_a_gpu(group), []
     fusedtp.reserve(group, 1 << 12)
     comm.workspace.meets = False

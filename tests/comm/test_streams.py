@@ -1,4 +1,4 @@
-"""The order of a group's calls on streams, with a CUDA that only writes down what it is asked for."""
+"""The order of a group's calls on streams, with a fake CUDA that only records what it is asked for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from fusedtp.comm.streams import StreamOrder
 
 
 class Cuda:
-    """Streams by handle. `behind[s]`: the last call that all work enqueued on s from now on follows; -1: none."""
+    """Streams by handle. `behind[s]`: the last call that all further work on stream s follows; -1: none."""
 
     def __init__(self) -> None:
         self.current, self.capturing, self.behind = 0, False, dict.fromkeys(range(4), -1)
@@ -54,14 +54,14 @@ CALLS = st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=20)
 
 @given(CALLS)
 def test_every_call_follows_the_one_before_it(calls: list[tuple[int, bool]]) -> None:
-    """On whatever streams; a graph begins and ends while the device is idle."""
+    """On any streams; a graph capture begins and ends while the device is idle."""
     with fake_cuda() as fake:
         order, last = StreamOrder(torch.device("cuda", 0)), -1
         for number, (stream, capturing) in enumerate(calls):
             fake.current, fake.capturing = stream, capturing
             assert order.enter() == capturing
             if capturing:
-                last = -1  # all that came before is over
+                last = -1  # all earlier work is done
             else:
                 assert fake.behind[stream] >= last
                 fake.behind[stream] = last = number  # the call's own work

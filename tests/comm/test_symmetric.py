@@ -1,4 +1,4 @@
-"""torch's symmetric memory as it is asked for; torch itself is played by a stand-in, for it needs GPUs."""
+"""How torch's symmetric memory is called; a fake replaces torch, because the real one needs GPUs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ RANK, WORLD_SIZE = 1, 3
 
 
 class Torch:
-    """What torch keeps: allocations, and which of them ranks have met for.
+    """A fake torch: its allocations, and which of them ranks have met for.
 
     cached   the device is full until torch's cache is emptied
-    full     and stays full then
-    fails    what a meeting raises on this rank alone
+    full     and stays full after that
+    fails    the error that a meeting raises on this rank alone
     """
 
     def __init__(self, offset: int = 0) -> None:
@@ -54,7 +54,7 @@ class Handle:
 
 
 class Exchange:
-    """What ranks tell each other, in turn: here each other rank `tells`, or where that is None what this one does."""
+    """A fake exchange between ranks: every other rank sends `tells`, or where that is None, what this rank sends."""
 
     def __init__(self, *tells: dict[int, Any] | None) -> None:
         self.tells, self.told = tells, []
@@ -99,14 +99,14 @@ def test_a_part_of_a_larger_allocation_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("others, want", [((1, 2), Handle.multicast_ptr), ((1, 0), 0), ((0, 0), 0)])
 def test_all_ranks_have_a_multicast_address_or_none(monkeypatch, others, want):
-    """One that a single rank could not bind is used by nobody. Each rank keeps its own."""
+    """If one rank could not bind its address, no rank uses one. Each rank keeps its own."""
     asked(monkeypatch)
     exchange = Exchange(None, {0: ("", others[0]), 2: ("", others[1])})
     assert memory.allocate_symmetric(4096, torch.device("cpu"), "tp", exchange).multicast == want
 
 
 def test_memory_that_torch_s_cache_holds_is_had_by_emptying_it(monkeypatch):
-    """The driver gives symmetric memory, and knows nothing of what the caching allocator keeps free."""
+    """The driver allocates symmetric memory and cannot use what torch's caching allocator holds free."""
     torch_ = asked(monkeypatch)
     torch_.cached = True
     assert memory.allocate_symmetric(4096, torch.device("cpu"), "tp", Exchange()).nbytes == 4096
@@ -123,7 +123,7 @@ def test_a_rank_without_memory_is_named_on_all_ranks_before_any_waits_for_it(mon
 
 
 def test_a_rank_that_cannot_map_its_peers_tells_them(monkeypatch):
-    """They have mapped its memory, and would go on with their next collective."""
+    """The peers have mapped this rank's memory and would go on with their next collective."""
     torch_ = asked(monkeypatch)
     torch_.fails = "cannot map"
     exchange = Exchange(None, {0: ("", 4096), 2: ("", 4096)})
@@ -134,7 +134,7 @@ def test_a_rank_that_cannot_map_its_peers_tells_them(monkeypatch):
 
 @pytest.mark.parametrize("version, waits", [((2, 13), True), ((2, 14), False)])
 def test_ranks_that_have_met_in_unequal_numbers_say_so_where_torch_would_wait(monkeypatch, version, waits):
-    """torch numbers the keys of a rendezvous by those of the process, in all of its groups: pytorch issue 196082."""
+    """torch numbers rendezvous keys per process, across all of its groups: pytorch issue 196082."""
     torch_ = asked(monkeypatch)
     monkeypatch.setattr(memory, "torch_version", lambda: version)
     for group, others in (("tp", None), ("tp", {0: ("", 1), 2: ("", 1)})):

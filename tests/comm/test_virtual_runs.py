@@ -1,4 +1,4 @@
-"""Runs of a VirtualWorld: what a rank that leaves or fails means to the others, and to the next run."""
+"""Runs of a VirtualWorld: how a rank that leaves or fails affects the others and the next run."""
 
 import threading
 import time
@@ -75,7 +75,7 @@ def test_a_backward_outside_of_a_run_says_where_it_belongs():
     ("fails", "error"), [(raises_between_calls, KeyError), (leaves_early, PeerDied), (comes_late, SignalTimeout)]
 )
 def test_a_run_that_failed_does_not_spoil_the_next(fails: Callable[[Any], None], error: type[Exception]):
-    """Of the world and of its parts, by object and by the names that layers hold."""
+    """The world and its parts, by object and by the names that layers hold."""
     world = VirtualWorld(2, timeout_s=0.5)
     mlps = [GatedMLP(6, 4) for _ in range(2)]
     mlps[1].load_state_dict(mlps[0].state_dict())

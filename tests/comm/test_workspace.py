@@ -1,4 +1,4 @@
-"""The protocol of calls on one workspace: rotation, growth, signatures, ranks at different speeds."""
+"""The protocol of calls on one workspace: rotation, growth, signatures, and ranks at different speeds."""
 
 import random
 import time
@@ -15,7 +15,7 @@ FIELDS = {"operation": "all_gather_matmul", "engine": "chunked", "dtype": torch.
 
 
 def gather(comm, value: float, sizes: tuple[int, ...], width: int, pause: float = 0.0) -> torch.Tensor:
-    """What an operation does: store own rows, publish, wait for each peer, read its rows in place."""
+    """Do what an operation does: store own rows, publish, wait for each peer, read its rows in place."""
     with comm.workspace.call(Signature(**FIELDS | {"sizes": sizes, "features": width}), 4 * width * max(sizes)) as call:
         if sizes[comm.rank]:
             call.buffer(comm.rank, (sizes[comm.rank], width), torch.float32).fill_(value)
@@ -31,7 +31,7 @@ def gather(comm, value: float, sizes: tuple[int, ...], width: int, pause: float 
 
 
 def many_calls(group, seed: int, calls: int, delay: float) -> list[int]:
-    """The calls that read wrong data. Sizes come from a sequence that all ranks share, pauses from an own one."""
+    """The calls that read wrong data. All ranks draw the same sizes; each rank draws its own pauses."""
     comm, wrong = communicator(group), []
     shared, own = random.Random(seed), random.Random(100 * seed + comm.rank)
     for step in range(calls):
@@ -80,9 +80,9 @@ def test_with_one_slot_in_place_of_two_a_fast_rank_overwrites_what_a_slow_one_re
 
 
 def waited_for_a_late_rank(group) -> tuple[float, float]:
-    """Seconds that a call waited for peers, by its own count, and seconds that it took; rank 1 comes to it late."""
+    """Seconds that a call waited for peers, by its own count, and seconds that it took; rank 1 arrives late."""
     comm = communicator(group)
-    gather(comm, 1.0, (1,) * comm.world_size, 4)  # from here on all ranks are together
+    gather(comm, 1.0, (1,) * comm.world_size, 4)  # from here on, all ranks are in step
     before, begin = comm.workspace.wait_seconds, time.perf_counter()
     if comm.rank == 1:
         time.sleep(0.3)
@@ -181,7 +181,7 @@ def test_poison_fills_every_rank_with_nan():
 
 
 def grow_slowly(group, unit: int) -> tuple[int, int]:
-    """Batches that get a page longer each: how often memory was allocated, and the first size of a slot."""
+    """Each batch is one page longer: how often memory was allocated, and the first slot size."""
     workspace, sizes = communicator(group).workspace, []
     for pages in range(8, 64):
         workspace.grow(pages * unit)
@@ -193,7 +193,7 @@ def grow_slowly(group, unit: int) -> tuple[int, int]:
 def test_batches_that_get_longer_little_by_little_seldom_allocate():
     unit = round_up(1)
     for grown, first in world(2).run(grow_slowly, unit, fresh=True):
-        assert first == 8 * unit and grown < 20  # of 56, log(8) / log(9 / 8) = 18
+        assert first == 8 * unit and grown < 20  # out of 56; log(8) / log(9 / 8) = 18
 
 
 def grown_without_a_switch(group) -> list[str]:
@@ -206,6 +206,6 @@ def grown_without_a_switch(group) -> list[str]:
 
 
 def test_slots_that_a_switch_does_not_reach_are_told_once():
-    """What multimem then does is right, and slower than was asked for."""
+    """The result of multimem is still right, but slower than the user asked for."""
     first, second = world(2).run(grown_without_a_switch, fresh=True)
     assert len(first) == 1 and "no multicast address" in first[0] and second == []

@@ -1,4 +1,4 @@
-"""`fusedtp bench` on one GPU: every suite runs compiled, its errors are within their bounds."""
+"""`fusedtp bench` on one GPU: every suite runs with compiled kernels, and its errors are within their bounds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_gain_of_a_layer_of_experts_is_against_the_same_layer_without_overla
 
 
 def test_the_device_clock_counts_the_device_and_not_the_host() -> None:
-    """A call that spins on the device for long takes longer than one during which only the host does."""
+    """A call that spins on the device takes longer than a call during which only the host sleeps."""
     device = torch.device("cuda", torch.cuda.current_device())
     cycles, clock = int(0.01 * sample.cycles_per_second(device)), sample.DeviceClock(device, ranks=20)
     busy = clock(sample.Alone(), lambda: torch.cuda._sleep(cycles))

@@ -43,7 +43,7 @@ def test_the_engines_equal_the_formula(engine, data):
 @settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_results_of_16_bits_are_rounded_once(dtype, data):
-    """Of one sum of 16 products Hopper keeps 13 bits behind the largest (DeepSeek-V3, section 3.3.2): 17 / 2**13."""
+    """In one sum of 16 products, Hopper keeps 13 bits below the largest (DeepSeek-V3, section 3.3.2): 17 / 2**13."""
     drawn = cases("triton", (dtype,), 100, 16).filter(lambda case: len(case.sizes) > 1)
     case = data.draw(drawn.filter(lambda case: torch.float8_e5m2 not in case.kinds))
     _world(lambda group, case: rounds_once(group, case, 17 * 2.0**-13), case)
@@ -64,7 +64,7 @@ def test_a_layer_equals_the_formula(scales):
 @pytest.mark.parametrize("kinds", [(E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2)])
 @pytest.mark.parametrize("by_row", [True, False])
 def test_products_of_rows_as_they_travel(kinds, by_row):
-    """Whoever multiplies: of integers exact, with NaN in the row of a NaN, also in a graph that is captured."""
+    """With any implementation: integers are exact, and NaN stays in its row, also in a captured graph."""
     g = torch.Generator().manual_seed(0)
     operands, meant = [], []
     for rows, kind in zip((200, 48), kinds, strict=True):

@@ -24,18 +24,18 @@ def whole(number: int, *shape: int) -> Tensor:
 
 
 class Calls:
-    """A rank's inputs, whose memory stays, and what the calls on them give."""
+    """A rank's inputs, with fixed addresses, and the calls on them."""
 
     def __init__(self, group: VirtualGroup, each: int = T) -> None:
         self.group, self.rank, rows = group, group.rank(), group.size() * each
         self.x, self.full = torch.zeros(each, K).cuda().half(), torch.zeros(rows, K).cuda().half()
         self.up, self.down = (whole(10 + i, N, K) for i in range(2))
         self.dy = whole(20, rows, N)
-        # made now: a copy from the host would wait for the device
+        # allocated now: a later copy from the host would wait for the device
         self.inputs = [whole(100 + number, rows, K) for number in range(INPUTS)]
 
     def refresh(self, number: int) -> None:
-        """Other inputs, the same on every rank, of which x is this rank's rows."""
+        """Write new inputs, the same on every rank; x is this rank's rows of them."""
         self.full.copy_(self.inputs[number % INPUTS])
         self.x.copy_(self.full[self.rank * len(self.x) :][: len(self.x)])
 
@@ -56,12 +56,12 @@ class Calls:
 
 
 def captured(group: VirtualGroup, fn, warm: bool = True) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """fn's graph and what it writes. One rank after another, since nothing may run while a graph is captured."""
+    """fn's graph and its outputs. Ranks capture in turn, because nothing may run during a capture."""
     graph, world = torch.cuda.CUDAGraph(), communicator(group).world
     outs: list[Tensor] = []
     raised: Exception | None = None
     if warm:
-        fn()  # compiles and loads
+        fn()  # compiles and loads the kernels
     for turn in range(group.size()):
         torch.cuda.synchronize()
         world.barrier()
@@ -78,10 +78,11 @@ def captured(group: VirtualGroup, fn, warm: bool = True) -> tuple[torch.cuda.CUD
 
 
 def replays(which: str, between: str, group: VirtualGroup) -> None:
-    """Each replay equals the same calls made eagerly, bit for bit; checked once in a while, as it costs calls.
+    """Each replay equals the same calls made eagerly, bit for bit; checked only now and then, because a check costs
+    calls.
 
-    A replayed kernel waits for ranks whose hosts nobody waits for. So what comes between is called once before: making
-    a handle of cuBLAS may wait for the device.
+    A replayed kernel waits for its peers, but their hosts may not have launched yet. Everything that runs in between is
+    therefore called once before: e.g. creating a cuBLAS handle may wait for the device.
     """
     fusedtp.reserve(group, 1 << 22)
     calls = Calls(group)
@@ -135,7 +136,7 @@ def grows(group: VirtualGroup) -> None:
     with pytest.raises(RuntimeError, match=r"fusedtp\.reserve"):
         captured(group, more, warm=False)
     assert communicator(group).workspace.slot_bytes == kept
-    (y,) = calls.gather()  # the group is as it was
+    (y,) = calls.gather()  # the group still works
     assert torch.equal(y.double(), calls.full.double() @ calls.up.double().T)
 
 
@@ -147,10 +148,10 @@ def test_growth_during_capture_raises_and_the_group_stays_usable():
 
 
 def by_copies(group: VirtualGroup) -> None:
-    """Copies before any graph, mixed with the other transport; programs under capture and ever after."""
+    """Copies before any graph, mixed with the other transport; programs during capture and ever after."""
     comm = communicator(group)
     fusedtp.reserve(group, 1 << 22)
-    calls = Calls(group, 3 * T)  # few rows never go by copies
+    calls = Calls(group, 3 * T)  # few rows are never moved by copies
 
     def call(transport: str) -> list[Tensor]:
         engine = {"copy": BY_COPY, "programs": "triton"}[transport]

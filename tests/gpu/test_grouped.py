@@ -1,4 +1,4 @@
-"""Matmuls of ragged groups with compiled kernels, and by torch's grouped_mm: the laws of tests/ops/grouped_laws.py."""
+"""Grouped matmuls with compiled kernels, and with torch's grouped_mm: the laws of tests/ops/grouped_laws.py."""
 
 import pytest
 import torch
@@ -15,15 +15,15 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @st.composite
 def draws(draw, engine="triton", dtypes=DTYPES, widths=(16, 37, 48)) -> Draw:
-    """Sums of 60 integers are exact in bf16, so rows are few; their tiles are of 16 to 64 rows.
+    """Sums of 60 integers are exact in bf16, so there are few rows; tiles have 16 to 64 rows.
 
-    What the compiler knows of a call (16 divides it, it is one) makes another kernel of it: so there are few sizes.
+    The compiler specializes kernels on sizes (divisible by 16, equal to one), so few sizes are drawn.
     """
     e = draw(st.integers(2, 64))
     total = draw(st.integers(0, 60))
     if draw(st.booleans()):
         cuts = sorted(draw(st.lists(st.integers(0, total), min_size=e - 1, max_size=e - 1)))
-    else:  # all to one
+    else:  # all rows to one expert
         first = draw(st.integers(0, e - 1))
         cuts = [0] * first + [total] * (e - 1 - first)
     sizes = tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
@@ -91,7 +91,7 @@ def test_offsets_that_leave_the_rows_reach_no_memory_outside():
 
 @pytest.mark.parametrize("engine", ["triton", "chunked"])
 def test_nothing_waits_for_the_gpu(engine):
-    """No call copies to the host or synchronises, forward or backward."""
+    """No call copies to the host or synchronizes, forward or backward."""
     draw = Draw(torch.bfloat16, (40, 0, 24), 64, 32, 8, "plain", engine, device="cuda")
     offsets, x, down = draw.offsets, draw.rows(32), draw.weights(32, 64)
     gate, up = draw.weights(64, 32), draw.weights(64, 32, seed=2)
@@ -101,7 +101,7 @@ def test_nothing_waits_for_the_gpu(engine):
         h = fusedtp.grouped_gated(*leaves[:3], offsets, engine=engine)
         fusedtp.grouped_matmul(h, leaves[3], offsets, engine=engine).backward(x)
 
-    experts()  # compiled and loaded
+    experts()  # compiles and loads the kernels
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -111,7 +111,7 @@ def test_nothing_waits_for_the_gpu(engine):
 
 
 def test_a_graph_replays_with_other_offsets():
-    """How rows are shared out is read on the device: a captured call serves any offsets."""
+    """The device reads the distribution of rows: a captured call works for any offsets."""
     draw = Draw(torch.bfloat16, (40, 0, 24), 48, 32, 8, "plain", "triton", device="cuda")
     x, w, offsets = draw.rows(32), draw.weights(48, 32), draw.offsets
     x[draw.used :] = 1

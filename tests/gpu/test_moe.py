@@ -1,6 +1,6 @@
 """The exchange and its experts compiled: laws of tests/ops/moe on a GPU, between virtual ranks and between processes.
 
-In the virtual world a plan is made over the host, so what waits for nobody and what a graph holds starts behind it.
+In the virtual world the host makes plans, so tests of asynchrony and of graphs start with an existing plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def run(world_size: int, law, *arguments) -> None:
-    """Every virtual rank's law(group, *arguments), which ends without a failure that a kernel wrote down."""
+    """Run law(group, *arguments) on every virtual rank, and check that no kernel recorded a failure."""
 
     def body(group: object) -> None:
         fusedtp.set_timeout(group, 60.0)
@@ -46,7 +46,7 @@ def run(world_size: int, law, *arguments) -> None:
 @settings(max_examples=9, deadline=None)
 @given(case=cases(engines=("triton",)))
 def test_the_kernels_conserve_rows(dtype: torch.dtype, case: Case):
-    """Each draw compiles kernels: 27 in all, in tests that can be gone on with one by one."""
+    """Each draw compiles kernels: 27 in all, split over tests so that a run can resume between them."""
     run(len(case.sizes), conserves_rows, replace(case, dtype=dtype, device="cuda"))
 
 
@@ -85,7 +85,7 @@ def test_experts_in_rounds_equal_the_dense_formula(sizes: tuple[int, ...]):
 
 
 def test_what_exceeds_the_usual_room_comes_in_rounds():
-    """As if little were much: of eight ranks there is room for two shares of up to four."""
+    """With a size threshold of 0, eight ranks have room for two shares; up to four shares arrive."""
     layer = Layer((40,) * 8, **LARGE, engine="triton", device="cuda")
     with patch.object(plans, "SMALL", 0):
         for used in VirtualWorld(8, device="cuda").run(experts_law, layer, range(4)):
@@ -94,7 +94,7 @@ def test_what_exceeds_the_usual_room_comes_in_rounds():
 
 
 def unsynchronised(group, layer: Layer) -> None:
-    """Once the kernels are compiled and memory is there, no call copies to the host or waits for the device."""
+    """After kernels are compiled and memory is allocated, no call copies to the host or waits for the device."""
     planned, world = Planned(group, layer, 0), communicator(group).world
     planned.check(planned.both(), "first")
     planned.refresh(1, 1.0)
@@ -115,7 +115,7 @@ def test_nothing_waits_for_the_gpu(sizes: tuple[int, ...]):
 
 
 def replayed(group, layer: Layer, replays: int) -> None:
-    """A captured layer serves any routing of as many tokens: where rows go is read on the device."""
+    """A captured layer works for any routing of as many tokens, because the device reads the destinations."""
     planned = Planned(group, layer, 0)
     fusedtp.reserve(group, 1 << 22)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_a_graph_replays_with_other_routing(sizes: tuple[int, ...]):
 
 
 def overflows(group) -> None:
-    """Raises by the next look at what kernels recorded, which may be the call's own: it launches two."""
+    """The next check of what kernels recorded raises. That may be in the call itself, which launches two kernels."""
     ids = torch.tensor([[0, 1]] * 6, device="cuda")
     x, weights = torch.ones(6, 16, device="cuda"), torch.ones(6, 2, device="cuda")
     dispatch = partial(fusedtp.moe_dispatch, x, ids, weights, 4, group, engine="triton")
@@ -164,7 +164,7 @@ def test_too_many_rows_are_told_to_every_rank_and_the_workspace_is_not_used_agai
 
 
 def whole_call(group, layer: Layer) -> None:
-    """With a GPU a rank the plan waits for nobody either."""
+    """With one GPU per rank, planning does not synchronize either."""
     experts_law(group, layer, range(1))
     torch.cuda.synchronize()
     dist.barrier(group)
@@ -203,7 +203,7 @@ def _rank(rank: int, world_size: int, store: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_processes(world_size: int, tmp_path: Path):
-    """Two share a GPU where there is but one; more have one each."""
+    """Two processes share a GPU if there is only one; more processes need one GPU each."""
     if world_size > 2 and torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
     mp.start_processes(_rank, args=(world_size, str(tmp_path / "store")), nprocs=world_size, start_method="spawn")

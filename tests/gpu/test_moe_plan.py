@@ -1,4 +1,4 @@
-"""The plan of an exchange by compiled kernels: the laws of tests/ops/moe/plan_laws.py."""
+"""The plan of an exchange with compiled kernels: the laws of tests/ops/moe/plan_laws.py."""
 
 from __future__ import annotations
 

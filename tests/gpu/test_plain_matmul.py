@@ -1,4 +1,4 @@
-"""The matmul of one device compiled: the laws of tests/ops/test_plain_matmul.py, in the tiles that it chooses."""
+"""The single-device matmul compiled: the laws of tests/ops/test_plain_matmul.py, with the tiles it chooses itself."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ LAYOUTS = [
     "misaligned",
     "gap",
     "expanded",
-]  # by pointer, where not all may go by TMA
-MANY, FEW, LARGE = (300, 264, 200), (16, 256, 4096), (2304, 4096, 192)  # LARGE fill the GPU with tiles
+]  # by pointer, because TMA does not support all of them
+MANY, FEW, LARGE = (300, 264, 200), (16, 256, 4096), (2304, 4096, 192)  # LARGE fills the GPU
 
 
 def chosen(dtype: torch.dtype, shape: tuple[int, int, int], layout: str = "plain") -> Draw:

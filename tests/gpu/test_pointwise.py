@@ -1,4 +1,4 @@
-"""The elementwise kernels compiled: the laws of tests/ops/test_pointwise.py, at sizes of real models too."""
+"""The elementwise kernels compiled: the laws of tests/ops/test_pointwise.py, at real model sizes too."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from tests.ops.cross_entropy_laws import exact_law, gradient_law, loss_law, odd_
 from tests.ops.pointwise_laws import USES, Draw, geglu_law, rms_norm_law, rope_law, swiglu_law
 
 pytestmark = pytest.mark.gpu
-WIDE = [(700, 16384), (9, 8193), (5, 40000)]  # rows that no program holds
+WIDE = [(700, 16384), (9, 8193), (5, 40000)]  # rows too long for one program
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# each dtype is compiled anew, and each layout: all of these with one dtype, all dtypes with one of these
+# each dtype and each layout compiles anew: all layouts with one dtype, and all dtypes with one layout
 LAYOUTS = [(dtype, "plain") for dtype in DTYPES] + [
     (torch.bfloat16, "sliced"),
     (torch.bfloat16, "transposed"),
@@ -43,7 +43,7 @@ def test_rotary_embedding(dtype, heads, half, shared):
     rope_law(Draw(dtype, 200, half, device="cuda", heads=heads, batch=2), shared)
 
 
-# aligned rows of several steps, rows of odd length, several rows a program, none, a vocabulary's part with none
+# aligned rows of several steps, rows of odd length, several rows per program, no rows, no columns
 LOGITS = [(70, 128256), (130, 50257), (5, 262147), (1000, 256), (513, 7), (0, 40), (6, 0)]
 
 

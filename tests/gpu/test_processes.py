@@ -1,4 +1,4 @@
-"""Processes through torch's symmetric memory: on one GPU, right though not fast (they take turns); on a GPU each."""
+"""Processes through torch's symmetric memory: on one GPU, correct but slow (they take turns); or with one GPU each."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def _rank(rank: int, store: str, apart: bool) -> None:
 
 
 def _by_copies(rank: int, rounds: int) -> None:
-    """Gathers by the copy engine, forward and backward, the other transport and other engines between; all is exact.
+    """Gathers with the copy engine, forward and backward, interleaved with the other transport and engines; all exact.
 
-    Enough rows that the kernel fills the GPU while flags are on their way.
+    There are enough rows that the kernel fills the GPU while flags are on their way.
     """
     group, rows = dist.group.WORLD, 1024
     comm = communicator(group)
@@ -90,7 +90,7 @@ def _by_copies(rank: int, rounds: int) -> None:
 
 
 def _disagree(rank: int, engine: str) -> None:
-    """Ranks that call with another K name each other, in a group of their own, which is then at its end."""
+    """Ranks that call with different K name each other, in a group of their own that is unusable afterwards."""
     group = dist.new_group(range(WORLD_SIZE))
     fusedtp.set_timeout(group, 60.0)
     fusedtp.reserve(group, 1 << 20)
@@ -98,7 +98,7 @@ def _disagree(rank: int, engine: str) -> None:
     x, w = torch.ones(8, k, device="cuda"), torch.ones(32, k, device="cuda")
     if engine == "collective":
         with communicator(group).agreed(Signature("all_gather", engine, x.dtype, k, (8, 8))):
-            torch.cuda.synchronize()  # and no collective: gloo would wait for what does not come
+            torch.cuda.synchronize()  # and no collective: gloo would wait forever
     else:
         fusedtp.all_gather_matmul(x, [w], group, sizes=(8, 8), engine=engine)
     torch.cuda.synchronize()
@@ -107,12 +107,12 @@ def _disagree(rank: int, engine: str) -> None:
 
 
 def _stay_away(rank: int, engine: str) -> None:
-    """A rank that does not come is named by a kernel of the other, in a group of their own."""
+    """The other rank's kernel names the rank that does not come, in a group of their own."""
     group = dist.new_group(range(WORLD_SIZE))
     fusedtp.set_timeout(group, 2.0)
     fusedtp.reserve(group, 1 << 20)
     x = torch.ones(8, 64, device="cuda")
-    if rank == 0 and engine != "collective":  # gloo waits by itself
+    if rank == 0 and engine != "collective":  # gloo has its own timeout
         fusedtp.all_gather_matmul(x, [x], group, sizes=(8, 8), engine=engine)
         torch.cuda.synchronize()
         with pytest.raises(fusedtp.SignalTimeout, match="waited for rank 1, which had not signalled"):

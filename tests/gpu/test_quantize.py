@@ -1,4 +1,4 @@
-"""The kernels that make fp8, compiled: the laws of tests/ops/test_quantize.py, at sizes of real models too."""
+"""The quantization kernels compiled: the laws of tests/ops/test_quantize.py, at real model sizes too."""
 
 import pytest
 import torch

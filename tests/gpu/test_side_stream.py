@@ -1,4 +1,4 @@
-"""A shared expert on a stream of its own: the layer's output and gradients are those of one stream."""
+"""A shared expert on its own stream: the layer's output and gradients are those of a single stream."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from fusedtp.nn.side_stream import run_on_side_stream
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_layer_with_a_shared_expert_is_the_sum_of_its_parts(dtype: torch.dtype):
-    """In order on one stream, twice each: the same kernels on the same operands, so the same bits."""
+    """The reference runs the parts in order on one stream: same kernels, same operands, so the same bits."""
     moe = init_(MoE(64, 96, 8, 2, shared=128, normalize=True), 0, std=0.2).to("cuda", dtype)
     x = torch.randn(257, 64, generator=torch.Generator().manual_seed(0)).to("cuda", dtype).requires_grad_()
     results = []

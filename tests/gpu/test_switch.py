@@ -1,6 +1,6 @@
-"""All-reduces that the NVLink switch sums, a process and a GPU a rank: on machines that have such a switch.
+"""All-reduces summed by the NVLink switch, one process and one GPU per rank: on machines with such a switch.
 
-Whether its bits repeat from run to run nobody promises.
+Its bits may differ from run to run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def switched() -> int:
-    """GPUs here whose memory a switch sums; 0 where it sums none."""
+    """The number of GPUs here whose memory a switch can sum; 0 without such a switch."""
     if torch.version.cuda is None:
         return 0
     from torch._C._autograd import DeviceType

@@ -1,4 +1,4 @@
-"""`fusedtp train` on one GPU: it equals one plain process, is saved, goes on where it stopped, and writes text."""
+"""`fusedtp train` on one GPU: it equals one plain process, saves, resumes from a checkpoint, and generates text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-for package in ("tyro", "rich", "tensorboard"):  # what the extra `train` brings
+for package in ("tyro", "rich", "tensorboard"):  # installed by the extra `train`
     pytest.importorskip(package)
 
 SIZES = "--width 64 --mlp-width 96 --layers 2 --heads 4 --kv-heads 2 --length 32 --batch 8 --warmup 2"
@@ -18,7 +18,7 @@ OPTIONS = [*SIZES.split(), "--val-every", "4", "--val-batches", "2", "--sample",
 
 
 def command(*arguments: str) -> str:
-    """What `python -m fusedtp` prints. Modules are loaded as they are for a user, see conftest.py."""
+    """The output of `python -m fusedtp`. Modules are loaded as they are for a user, see conftest.py."""
     variables = {k: v for k, v in os.environ.items() if k != "CUDA_MODULE_LOADING"}
     run = [sys.executable, "-m", "fusedtp", *arguments]
     done = subprocess.run(run, capture_output=True, text=True, timeout=280, env=variables)
@@ -27,14 +27,14 @@ def command(*arguments: str) -> str:
 
 
 def losses(folder: Path) -> list[float]:
-    """Of all steps, in order."""
+    """The losses of all steps, in order."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = {record["step"]: record["loss"] for record in records if "loss" in record}
     return [found[step] for step in sorted(found)]
 
 
 def goes_on(folder: Path, device: str, *options: str) -> None:
-    """A run of six steps, verified; another one that goes on from its third step, with the same losses."""
+    """A verified run of six steps, and a second one that resumes from its third step, with the same losses."""
     book = folder / "book.txt"
     book.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
     where = ["--tp", "1", "--device", device, "--data", str(book), "--runs", str(folder), *OPTIONS, *options]

@@ -1,4 +1,4 @@
-"""The laws of tests/properties with compiled kernels: the ranks of a virtual world side by side on one GPU."""
+"""The laws of tests/properties with compiled kernels: the ranks of a virtual world run side by side on one GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICE = "cuda"
 
 
 def _world(world_size: int, law, *arguments) -> list:
-    """Every rank's law(group, *arguments), on the GPU."""
+    """Run law(group, *arguments) on every rank, on the GPU."""
 
     def body(group: object):
         fusedtp.set_timeout(group, 60.0)

@@ -1,9 +1,9 @@
 """Worlds of worker processes for tests: `world(3).run(fn, *args)` runs `fn(group, *args)` on three ranks.
 
-A world starts when it is first used, is reused by every later test of the session, and ends with the process.
-`fn` is a function at the top of an importable module (it travels by name); arguments and results are pickled.
-An argument wrapped in `PerRank([...])` gives each rank its own. `run` raises `WorldError` with every rank's
-traceback; `outcomes` returns a `Failure` in the place of a failing rank's result instead.
+A world starts on first use, is reused by every later test of the session, and ends with the process. `fn` is a
+top-level function of an importable module (it is pickled by name); arguments and results are pickled. An argument
+wrapped in `PerRank([...])` gives each rank its own value. `run` raises `WorldError` with every rank's traceback;
+`outcomes` returns a `Failure` in place of a failing rank's result instead.
 """
 
 from tests.harness.messages import Failure, PerRank, WorldError

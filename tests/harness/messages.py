@@ -1,4 +1,4 @@
-"""What the driver and its workers say to each other; importable without torch."""
+"""Messages between the driver and its workers; importable without torch."""
 
 import traceback
 from collections.abc import Sequence
@@ -8,16 +8,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PerRank:
-    """An argument of which rank r receives `values[r]`."""
+    """An argument with one value per rank: rank r receives `values[r]`."""
 
     values: Sequence[Any]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed: the names of the exception's classes, base classes included, and its words.
+    """How one rank failed: the class names of the exception, base classes included, and its message.
 
-    A worker that died has the kind "WorkerDied", one that gave no answer in time "WorkerHung".
+    A worker that died has the kind "WorkerDied", one that did not answer in time "WorkerHung".
     """
 
     kinds: tuple[str, ...]
@@ -27,12 +27,12 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, seconds: float) -> "Failure":
-        """The failure that `error` makes, `seconds` after the call began."""
+        """Make a Failure from `error`, raised `seconds` after the call began."""
         kinds = tuple(kind.__name__ for kind in type(error).__mro__)
         return cls(kinds, str(error), "".join(traceback.format_exception(error)), seconds)
 
     def is_a(self, *kinds: str) -> bool:
-        """Whether the exception was of one of these classes, given by name."""
+        """Whether the exception is an instance of one of these classes, given by name."""
         return any(kind in self.kinds for kind in kinds)
 
 

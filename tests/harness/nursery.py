@@ -1,7 +1,7 @@
 """A process that has imported torch and fusedtp once, and forks workers: `python -m tests.harness.nursery FD`.
 
-Importing takes seconds of processor time and every world needs as many workers as it has ranks. Forking is safe here
-because this process has one thread, has run no operation, and never joined a group.
+Importing takes seconds of CPU time, and every world needs one worker per rank. Forking is safe here because this
+process has one thread, has run no operation, and never joined a group.
 
     driver ----- fork module, rank, size, port + socket, log ---> nursery --fork--> worker (tests/harness/worker.py)
            <---- pid --------------------------------------------
@@ -25,11 +25,11 @@ from typing import IO
 from tests.harness import collecting
 
 ROOT = Path(__file__).resolve().parents[2]
-# torch._dynamo is what the first custom operation of a process imports, torch._inductor what the first compilation does
+# A process's first custom operation imports torch._dynamo, and its first compilation imports torch._inductor.
 PRELOAD = (
     "torch", "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "fusedtp", "hypothesis", "pytest",
 )  # fmt: skip
-# what a driver that has it will use in its workers
+# imported too if the driver has them, because its workers will use them
 WITH_DRIVER = ("transformers.modeling_utils", "transformers.generation", "accelerate", "peft")
 
 
@@ -52,7 +52,7 @@ class Nursery:
             )
 
     def fork(self, module: str, rank: int, size: int, port: int, worker_socket: socket.socket, log: IO[bytes]) -> int:
-        """The pid of a new worker, which has imported `module` if that can be imported."""
+        """Fork a worker and return its pid; it has imported `module` if that can be imported."""
         fds = [worker_socket.fileno(), log.fileno()]
         socket.send_fds(self._socket, [pickle.dumps(("fork", module, rank, size, port))], fds)
         pid = self._answer()
@@ -60,12 +60,12 @@ class Nursery:
         return pid
 
     def wait(self, pid: int, seconds: float) -> int | None:
-        """The exit code of a worker, negative for a signal; None while it runs."""
+        """The worker's exit code, negative for a signal; None while it runs."""
         self._socket.send(pickle.dumps(("wait", pid, seconds)))
         return self._answer()
 
     def close(self) -> None:
-        """Ends this process; workers that are left follow it."""
+        """End the nursery; remaining workers exit after it."""
         self._socket.close()
         self._process.wait()
 
@@ -78,7 +78,7 @@ class Nursery:
 
 
 def main() -> None:
-    """Imports, then forks on demand until the driver closes the socket."""
+    """Import, then fork on demand until the driver closes the socket."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     collecting.pause()
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def _quick() -> AbstractContextManager[None]:
-    """Kernels that workers interpret take half the time."""
+    """Interpreted kernels take half the time in workers."""
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         return nullcontext()
     from triton.runtime import interpreter
@@ -112,7 +112,7 @@ def _serve(control: socket.socket) -> None:
             continue
         module = arguments.pop(0)
         if module not in sys.modules:
-            with suppress(Exception):  # the worker's own import says what is wrong
+            with suppress(Exception):  # the worker's own import reports the error
                 import_module(module)
         pid = _fork()
         if pid == 0:

@@ -1,4 +1,4 @@
-"""The driver's side of a world: starts workers, sends them calls, kills them by pid when they stick."""
+"""The driver's side of a world: starts workers, sends them calls, and kills hung ones by pid."""
 
 import atexit
 import os
@@ -31,26 +31,26 @@ class _Worker:
     output: IO[bytes]
 
     def signal(self, number: int) -> None:
-        """To the process or its zombie: the pid is its own until `wait` reaps it."""
+        """Signal the process or its zombie: the pid is not reused until `wait` reaps it."""
         os.kill(self.pid, number)
 
     def wait(self, seconds: float) -> int | None:
-        """The exit code, or None if it still runs after so many seconds."""
+        """The exit code, or None if the worker still runs after `seconds`."""
         return self.nursery.wait(self.pid, seconds)
 
     def tail(self) -> str:
-        """The last of what the worker wrote to stdout and stderr."""
+        """The last lines that the worker wrote to stdout and stderr."""
         self.output.flush()
         text = os.pread(self.output.fileno(), 1 << 24, 0)
         return text[-TAIL:].decode(errors="replace")
 
 
 class World:
-    """`size` worker processes in one gloo group; a context manager, so that a test may have one for itself.
+    """`size` worker processes in one gloo group; a context manager, so that a test may have a world to itself.
 
-    With `interpret` the workers run Triton kernels in its interpreter; Triton wants to know before its import. With
-    `strangers` neighbours hash strings differently, as ranks that a launcher starts do, so that an order of a set that
-    ranks must share shows: for what goes through names. The imports are paid twice.
+    With `interpret` the workers run Triton kernels in its interpreter; Triton reads this setting on import. With
+    `strangers` neighbouring ranks hash strings differently, like ranks that a launcher starts, so results that depend
+    on the order of a set show; use it for code that works on names. The imports are then paid for twice.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class World:
     ) -> list[Any]:
         """Each rank's result, or its `Failure`.
 
-        `fresh` makes a process group for this call alone. A worker that has not answered after `timeout`
-        seconds, or `grace` seconds after the first failure of a peer, counts as hung. Where any rank fails this
-        world ends and the next call starts a new one: a failing rank may leave its peers at another place in the
-        order of collectives, and DTensor remembers groups by their ranks, also those that are gone.
+        `fresh` makes a process group for this call alone. A worker that has not answered after `timeout` seconds, or
+        `grace` seconds after the first failure of a peer, counts as hung. If any rank fails, this world ends and the
+        next call starts a new one: peers of a failing rank may be at another place in the order of collectives, and
+        DTensor caches groups by their ranks, including destroyed ones.
         """
         message = pickle.dumps((fresh, function, arguments))
         self._start(function.__module__)
         for worker in self._workers:
-            with suppress(OSError):  # one that has died since the last call, as `_collect` will find
+            with suppress(OSError):  # the worker died since the last call; `_collect` will notice
                 worker.connection.send_bytes(message)
         outcomes = self._collect(timeout, grace)
         if any(isinstance(outcome, Failure) for outcome in outcomes):
@@ -111,14 +111,14 @@ class World:
         return [worker.pid for worker in self._workers]
 
     def close(self) -> None:
-        """Ends the workers: a closed socket tells them, SIGKILL those that do not listen."""
+        """End the workers: close their sockets, and SIGKILL those that do not exit."""
         for worker in self._workers:
             worker.connection.close()
         deadline = time.monotonic() + 3
         self.kill(lambda: max(deadline - time.monotonic(), 0.0))
 
     def kill(self, patience: Callable[[], float] = lambda: 0.0) -> None:
-        """Kills by pid the workers that have not ended in time, and waits until they are gone."""
+        """Kill by pid the workers that have not exited in time, and wait until they are gone."""
         for worker in self._workers:
             if worker.wait(patience()) is None:
                 worker.signal(signal.SIGKILL)
@@ -169,7 +169,7 @@ class World:
                 if isinstance(outcomes[rank], Failure):
                     deadline = min(deadline, time.monotonic() + grace)
         for rank in waiting.values():
-            self._workers[rank].signal(signal.SIGUSR1)  # faulthandler writes where it stands
+            self._workers[rank].signal(signal.SIGUSR1)  # faulthandler prints its stack
         if waiting:
             time.sleep(0.3)
         for rank in waiting.values():
@@ -190,7 +190,7 @@ _nurseries: dict[Any, Nursery] = {}
 
 
 def world(size: int, *, interpret: bool = True, strangers: bool = False, env: Mapping[str, str] | None = None) -> World:
-    """The session's world of this size and environment, started at its first call."""
+    """The session's world of this size and environment, started on its first call."""
     key = (size, interpret, strangers, tuple(sorted((env or {}).items())))
     if key not in _worlds:
         _worlds[key] = World(size, interpret=interpret, strangers=strangers, env=env)
@@ -206,7 +206,7 @@ def _nursery(env: Mapping[str, str]) -> Nursery:
 
 @atexit.register
 def close_all() -> None:
-    """Ends every world of this process."""
+    """End all worlds of this process."""
     for each in _worlds.values():
         each.close()
     for nursery in _nurseries.values():

@@ -1,7 +1,7 @@
-"""Triton's interpreter without repeated work: it checks and promotes types in Python for every operation on numbers.
+"""A faster Triton interpreter: the original checks and promotes types in Python for every operation on numbers.
 
-Results are the same, of Triton 3.6 to 3.9, in less than half the time. What a faster function does not handle goes
-to the one that it replaces.
+Results are the same, for Triton 3.6 to 3.9, in less than half the time. Each faster function delegates the cases that
+it does not handle to the function it replaces.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _entered: set[Any] = set()
 
 @contextmanager
 def quick(module: Any) -> Iterator[None]:
-    """While entered, `module`, which is triton.runtime.interpreter, computes what follows from types once a type.
+    """Within this context, `module` (triton.runtime.interpreter) computes type-dependent values once per type.
 
-    Entered again inside, it changes nothing: what is remembered serves every kernel of a process.
+    Entering it again inside has no effect; the caches serve all kernels of a process.
     """
     if module in _entered:
         yield
         return
     core, builder, semantic = module.tl.core, module.interpreter_builder, type(module.interpreter_semantic)
-    # a second evaluation of every integer operation, in int64, for an assertion that only debugging makes
+    # sanitizing would evaluate every integer operation again in int64, for an assertion that only debugging makes
     calm = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     with ExitStack() as stack:
         for holder, name, faster in (
@@ -53,11 +53,11 @@ def quick(module: Any) -> Iterator[None]:
         yield
 
 
-MADE = "made_by_quick"  # the entry of a type's __dict__ with what follows from it for a tensor: shape, numel
+MADE = "made_by_quick"  # the entry of a type's __dict__ that caches its tensors' shape and numel
 
 
 def _shaped_once(core: Any) -> Callable[..., None]:
-    """A tensor's constructor that builds what follows from its type once a type, not once an operation."""
+    """A tensor constructor that computes what depends on the type once per type, not once per operation."""
     own = core.tensor.__init__
 
     def init(self: Any, handle: Any, type: Any) -> None:
@@ -71,13 +71,13 @@ def _shaped_once(core: Any) -> Callable[..., None]:
         if made is None:
             of_type[MADE] = rest
         else:
-            made.update(rest)  # for all types of this name
+            made.update(rest)  # shared by all types of this name
 
     return init
 
 
 def _blocks_once(core: Any) -> Callable[..., None]:
-    """A block type's constructor that validates and names a shape once for each element type."""
+    """A block type constructor that validates and names a shape once per element type."""
     own = core.block_type.__init__
     known: dict[Any, dict[str, Any]] = {}
 
@@ -97,7 +97,7 @@ def _blocks_once(core: Any) -> Callable[..., None]:
 
 
 def _held(module: Any) -> Callable[..., None]:
-    """The constructor of an array with its element type: whether the two fit is asked once for each size and type."""
+    """The constructor of an array with its element type: the check that they match runs once per size and type."""
     own, fits = module.TensorHandle.__init__, _fits(module)
 
     def init(self: Any, data: Any, dtype: Any, *rest: Any, **named: Any) -> None:
@@ -110,13 +110,13 @@ def _held(module: Any) -> Callable[..., None]:
 
 
 def _same_first(kind: Any) -> Callable[[Any, Any], bool]:
-    """Equality of types that looks first whether they are one."""
+    """Equality of types that first tests for identity."""
     own = kind.__eq__
     return lambda self, other: self is other or own(self, other)
 
 
 def _unwrapped(core: Any) -> Callable[[Any], Any]:
-    """`_unwrap_if_constexpr`, which looks for lists, tuples and constants, for what is plainly none of them."""
+    """`_unwrap_if_constexpr` with a fast path for values that are plainly no list, tuple or constant."""
     own, plain = core._unwrap_if_constexpr, {core.tensor, int, float, bool, type(None)}
 
     def unwrapped(value: Any) -> Any:
@@ -126,9 +126,9 @@ def _unwrapped(core: Any) -> Callable[[Any], Any]:
 
 
 def _alike(core: Any, semantic: Any) -> Callable[..., Any]:
-    """Two operands of one type are ready as they are; a Python int becomes a constant of the other's type.
+    """Two operands of one type need no conversion; a Python int becomes a constant of the other operand's type.
 
-    `computed` says, of a dtype with itself and with a 32-bit int, whether an operation on both is done in that dtype.
+    `computed` says, for a dtype with itself and with a 32-bit int, whether an operation on both is done in that dtype.
     Constants are shared and read-only.
     """
     own, rule, tensor, int32 = (
@@ -166,7 +166,7 @@ def _alike(core: Any, semantic: Any) -> Callable[..., Any]:
         key = dtype.name, with_int, div_or_mod
         if key not in computed:
             number = (dtype.is_floating() or dtype.is_int()) and not dtype.is_fp8()
-            if with_int:  # of 32 bits or more, so that any int of 32 bits is one of its values
+            if with_int:  # 32 bits or more, so that it holds any 32-bit int
                 number = number and dtype.is_int_signed() and dtype.int_bitwidth >= 32
             computed[key] = (
                 number
@@ -175,7 +175,7 @@ def _alike(core: Any, semantic: Any) -> Callable[..., Any]:
         return computed[key]
 
     def constant(self: Any, value: int, dtype: Any, div_or_mod: bool) -> Any:
-        """None where the interpreter has to decide: for other dtypes and large numbers."""
+        """None if the interpreter has to decide: for other dtypes and large numbers."""
         if not (-(2**31) <= value < 2**31 and done_in(self, dtype, True, div_or_mod)):
             return None
         key = value, dtype.name
@@ -189,7 +189,7 @@ def _alike(core: Any, semantic: Any) -> Callable[..., Any]:
 
 
 def _shaped_alike(semantic: Any) -> Callable[..., Any]:
-    """Two operands broadcast to one shape, which most of them have."""
+    """Broadcasting two operands, with a fast path for equal shapes, the usual case."""
     own = semantic.broadcast_impl_value
 
     def alike(self: Any, lhs: Any, rhs: Any) -> Any:
@@ -202,7 +202,7 @@ def _shaped_alike(semantic: Any) -> Callable[..., Any]:
 
 
 def _cast(module: Any, semantic: Any) -> Callable[..., Any]:
-    """A cast that finds out at once that there is nothing to do, or that one signed integer becomes another."""
+    """A cast with fast paths for equal types and for two signed integer types."""
     own, handle_of, core = semantic.cast, module.TensorHandle, module.tl.core
     numbers = {core.int32.name: np.int32, core.int64.name: np.int64}
 
@@ -220,7 +220,7 @@ def _cast(module: Any, semantic: Any) -> Callable[..., Any]:
 
 
 def _constants_once(core: Any, semantic: Any) -> Callable[..., Any]:
-    """A constant integer as a tensor, made once for each value and type; read-only."""
+    """A constant integer as a tensor, made once per value and type; read-only."""
     own, names = semantic.scalar_constant, {core.int32.name, core.int64.name}
     known: dict[tuple[int, str], Any] = {}
 
@@ -238,11 +238,11 @@ def _constants_once(core: Any, semantic: Any) -> Callable[..., Any]:
 
 
 def _quotient(a: Any, b: Any) -> Any:
-    """Rounded towards zero, as the interpreter does it."""
+    """Rounds towards zero, as the interpreter does."""
     return (a - np.fmod(a, b)) // b
 
 
-# What numpy computes is what the interpreter does: on signed integers and, the last two, on booleans.
+# numpy computes the same as the interpreter: on signed integers and, for the last two, on booleans.
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     "__add__": np.add,
     "__radd__": np.add,
@@ -261,7 +261,7 @@ OPERATORS: dict[str, Callable[..., Any]] = ARITHMETIC | COMPARISONS | BITWISE
 
 
 def _computed(module: Any, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator of the language which, for the commonest operands, calls numpy and nothing else.
+    """An operator of the language that calls numpy directly for the most common operands.
 
     Those are integers of one or two signed types, and an address with an offset; numpy broadcasts as Triton does.
     """
@@ -271,7 +271,7 @@ def _computed(module: Any, name: str, own: Callable[..., Any]) -> Callable[..., 
     results = {(a.name, b.name): int32 if a is b is int32 else int64 for a in (int32, int64) for b in (int32, int64)}
     limits = {int32.name: 2**31, int64.name: 2**63}
 
-    # of an integer result: everything of a tensor but its data, by element type and shape
+    # for integer results: all of a tensor except its data, by element type and shape
     known: dict[Any, dict[str, Any]] = {}
 
     def run(self: Any, other: Any, **named: Any) -> Any:
@@ -295,13 +295,13 @@ def _computed(module: Any, name: str, own: Callable[..., Any]) -> Callable[..., 
                     if a.dtype == b.dtype == np.bool_:
                         return made(compute(a, b), self.handle.dtype, block or its.is_block(), int1)
             except ValueError:
-                pass  # shapes that do not fit: Triton says so
+                pass  # mismatched shapes: Triton raises the error
         elif kind is int and dtype.name in limits and -limits[dtype.name] <= other < limits[dtype.name]:
             return made(compute(self.handle.data, other), dtype, mine.is_block())
         return own(self, other, **named)
 
     def made(data: Any, held: Any, block: bool, scalar: Any = None) -> Any:
-        """A tensor of this data. held: the handle's type; that of a comparison's is that of what was compared."""
+        """A tensor with this data. held: the handle's type; a comparison's handle has the type of its operands."""
         key = held.name, scalar is None, data.shape if block else None
         rest = known.get(key)
         if rest is None:
@@ -320,7 +320,7 @@ def _computed(module: Any, name: str, own: Callable[..., Any]) -> Callable[..., 
 
 
 def _direct(module: Any) -> Callable[..., None]:
-    """Puts a builtin into the language as it is, without a check that it is called from a kernel."""
+    """Put a builtin into the language without the check that it is called from a kernel."""
     checked, semantic = module.tl.core.builtin(lambda: None).__code__, module.interpreter_semantic
     plain = not module.interpreter_builder.options.debug
     known: dict[Any, Callable[..., Any]] = {}
@@ -346,7 +346,7 @@ def _direct(module: Any) -> Callable[..., None]:
 
 
 def _fits(module: Any) -> Callable[..., bool]:
-    """Whether elements of an array fit a dtype: asked of every result, answered once for each size and dtype."""
+    """Whether an array's elements fit a dtype: checked for every result, computed once per size and dtype."""
     own = module._validate_np_data_size
     known: dict[tuple[int, str], bool] = {}
 
@@ -360,7 +360,7 @@ def _fits(module: Any) -> Callable[..., bool]:
 
 
 def _ruled_once(semantic: Any) -> Callable[..., Any]:
-    """The type that an operation on two numbers is done in, which follows from their types, once for each two."""
+    """The type in which an operation on two numbers is done; it depends on their types only, so it is cached."""
     own = semantic.computation_type_impl
     known: dict[tuple[Any, ...], Any] = {}
 
@@ -374,7 +374,7 @@ def _ruled_once(semantic: Any) -> Callable[..., Any]:
 
 
 def _remembered(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The interpreter builds a table at every call of this."""
+    """Cache a function for which the interpreter builds a table on every call."""
     known: dict[Any, Any] = {}
 
     def remembered(dtype: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The harness itself: results, failures, deaths and hangs of workers, and nothing left behind."""
+"""The harness itself: results, failures, deaths and hangs of workers, with nothing left behind."""
 
 import functools
 import os
@@ -114,7 +114,7 @@ def test_a_failure_is_not_mistaken_for_a_result():
 
 
 def test_a_warm_python_runs_and_ends_as_a_cold_one(tmp_path):
-    """Arguments, environment, folder and files are the client's, and so is the end: a code, words or a signal."""
+    """Arguments, environment, folder and files are the client's, and it ends the same way: an exit code or a signal."""
     (tmp_path / "where.py").write_text(
         "import os, sys, torch; print(sys.argv[1:], os.getcwd(), os.environ['MINE'], __name__, __file__)"
     )
@@ -150,7 +150,7 @@ def test_what_ends_a_warm_python_ends_its_process(number):
 
 @pytest.mark.parametrize("sent", ["nothing", "a length", "a part", "all"])
 def test_a_client_killed_while_it_asks_takes_nobody_with_it(sent):
-    """Its process ends, which may run before the client knows it, and later clients are served."""
+    """The client's child ends, even if it started before the client learnt of it, and later clients are served."""
     request = pickle.dumps((["-c", "import time; time.sleep(600)"], dict(os.environ), os.getcwd()))
     ended, output = os.pipe()
     with socket.socket(socket.AF_UNIX) as client:

@@ -1,4 +1,4 @@
-"""Triton's interpreter gives the same types, the same bits and the same errors with `quick` as without."""
+"""Triton's interpreter gives the same types, bits and errors with `quick` as without."""
 
 import os
 import subprocess
@@ -75,7 +75,7 @@ for quicker in twice:
 
 
 def test_every_operation_on_numbers_gives_the_same_as_without(tmp_path):
-    script = tmp_path / "both_ways.py"  # the interpreter reads a kernel's source
+    script = tmp_path / "both_ways.py"  # the interpreter reads a kernel's source from a file
     script.write_text(BOTH_WAYS)
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)

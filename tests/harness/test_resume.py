@@ -1,4 +1,4 @@
-"""A run of tests goes on with those that have not passed, of the same code only."""
+"""A run of tests resumes with those that have not passed, if the code is the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_of(name):
 
 
 def run(folder: Path, commit: str, *options: str, **environment: str) -> tuple[int, str]:
-    """The exit code, and which tests ran, in order; by several processes, sorted. What failed is told as it fails."""
+    """The exit code, and the tests that ran, in order (sorted for several processes). Failures are printed at once."""
     ran = folder / "ran"
     ran.write_text("")
     command = [
@@ -63,12 +63,12 @@ def run(folder: Path, commit: str, *options: str, **environment: str) -> tuple[i
 def test_only_what_has_not_passed_runs_again(tmp_path):
     (tmp_path / "test_it.py").write_text(TESTS)
     assert run(tmp_path, "one", FAILS="b") == (1, "abc")
-    assert run(tmp_path, "one", ENDS="b") == (1, "b")  # cut off
+    assert run(tmp_path, "one", ENDS="b") == (1, "b")  # interrupted
     assert run(tmp_path, "one") == (0, "b")
     assert run(tmp_path, "one") == (0, "")  # all have passed
-    assert run(tmp_path, "two", ENDS="c") == (1, "abc")  # other code begins anew
+    assert run(tmp_path, "two", ENDS="c") == (1, "abc")  # other code starts over
     assert run(tmp_path, "two") == (0, "c")
-    assert run(tmp_path, "") == (0, "abc") and run(tmp_path, "") == (0, "abc")  # of nobody knows what
+    assert run(tmp_path, "") == (0, "abc") and run(tmp_path, "") == (0, "abc")  # without a commit, all run again
 
 
 def test_several_processes_go_on_together(tmp_path):

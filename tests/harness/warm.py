@@ -1,9 +1,9 @@
-"""A Python that starts at once: `warm_python()` is the path of one which forks from a process that has imported torch.
+"""A Python that starts at once: `warm_python()` is the path of one that forks from a process with torch imported.
 
-A cold process spends seconds of processor time on imports, and a run of the trainer has one for each rank and one more.
-The path stands for sys.executable, in PYTHON_EXEC too, from which torchrun starts its ranks. What runs is a child of
-the server; the client, which is what was started, has its arguments, environment, folder and files, hands signals on to
-it and ends as it ends.
+A cold process spends seconds of CPU time on imports, and a run of the trainer has one process per rank and one more.
+Use the path in place of sys.executable, and as PYTHON_EXEC, which torchrun uses to start its ranks. The program runs in
+a child of the server, with the arguments, environment, folder and files of the client, which is the process that was
+started. The client forwards signals to the child and ends as the child ends.
 
     client ----- arguments, environment, folder + files 0, 1, 2 -----> server --fork--> runs a module, a file or -c text
            <---- pid, then its wait status ---------------------------
@@ -58,7 +58,7 @@ os._exit(code)
 
 @cache
 def warm_python() -> str:
-    """Path of a Python that starts at once, on one thread and without a GPU; its server ends with this process."""
+    """The path of a fast-starting Python, on one thread and without a GPU; its server ends with this process."""
     folder = tempfile.TemporaryDirectory(prefix="fusedtp-warm-")
     address = os.path.join(folder.name, "server")
     listening = socket.socket(socket.AF_UNIX)
@@ -89,11 +89,11 @@ def warm_python() -> str:
 
 
 class Server:
-    """Forks for clients until the process that started it has gone."""
+    """Forks for clients until the process that started it is gone."""
 
     def __init__(self, listening: socket.socket, owner: socket.socket) -> None:
         self.selector = selectors.DefaultSelector()
-        self.clients: dict[int, socket.socket] = {}  # by the pid of what runs for them
+        self.clients: dict[int, socket.socket] = {}  # by the pid of the child that runs for the client
         self.listening, self.owner = listening, owner
         self.woken, waking = os.pipe()
         os.set_blocking(self.woken, False)
@@ -138,7 +138,7 @@ class Server:
                 os.kill(pid, signal.SIGKILL)
 
         self.selector.register(client, selectors.EVENT_READ, gone)
-        with suppress(OSError):  # a client killed by now is `gone` at the next look
+        with suppress(OSError):  # a killed client is found by `gone` on the next pass
             client.sendall(pickle.dumps(pid))
 
     def reap(self) -> None:
@@ -149,16 +149,16 @@ class Server:
                 client = self.clients.pop(pid)
                 if client in self.selector.get_map():
                     self.selector.unregister(client)
-                with suppress(OSError):  # it has been killed
+                with suppress(OSError):  # the client has been killed
                     client.sendall(pickle.dumps(status))
                 client.close()
 
 
 def _become(arguments: list[str], environment: dict[str, str], folder: str, files: list[int]) -> None:
-    """In the child: run what the client was asked to, and end as a Python of its own would."""
+    """In the child: run what the client asked for, and end as a cold Python would."""
     code: Any = 1
     try:
-        os.setsid()  # as torchrun starts its ranks
+        os.setsid()  # torchrun starts its ranks this way too
         for number, file in enumerate(files):
             os.dup2(file, number)
         os.environ.clear()
@@ -183,7 +183,7 @@ def _become(arguments: list[str], environment: dict[str, str], folder: str, file
 
 def _program(arguments: list[str]) -> Callable[[], object]:
     arguments = [*arguments]
-    while arguments[0] == "-u":  # of what torchrun starts
+    while arguments[0] == "-u":  # torchrun passes -u
         arguments.pop(0)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     kind, *rest = arguments
@@ -200,7 +200,7 @@ def _program(arguments: list[str]) -> Callable[[], object]:
 
 
 def _caller(depth: int = 2) -> str:
-    """What torchrun calls get_method_name, to label its events: it reads the source of all frames, for seconds."""
+    """Replaces torchrun's get_method_name, which labels events: that reads the source of all frames, for seconds."""
     return sys._getframe(depth).f_code.co_name
 
 
@@ -212,7 +212,7 @@ def main() -> None:
     for module in PRELOAD:
         __import__(module)
     sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"].get_method_name = _caller
-    sys.modules["fusedtp.train.config"].parse([])  # the first one of a process takes long
+    sys.modules["fusedtp.train.config"].parse([])  # the first call in a process is slow
     assert len(os.listdir("/proc/self/task")) == 1, "forking wants one thread"
     collecting.seldom()
     Server(listening, owner).serve()

@@ -21,8 +21,8 @@ from tests.harness.messages import Failure, PerRank
 
 
 def main(rank: int, size: int, port: int, fd: int) -> None:
-    """Joins the world through the store on `port` and serves it on the socket `fd`; does not return."""
-    faulthandler.enable()  # a worker that dies of a signal says where
+    """Join the world through the store on `port` and serve it on the socket `fd`; does not return."""
+    faulthandler.enable()  # a worker that dies of a signal prints its stack
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_die_with_the_driver, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
@@ -33,19 +33,19 @@ def main(rank: int, size: int, port: int, fd: int) -> None:
     connection.send_bytes(b"ready")
     _serve(connection, rank)
     sys.stderr.flush()
-    os._exit(0)  # threads of a failed call must not keep the process
+    os._exit(0)  # threads of a failed call must not keep the process alive
 
 
 def share_device() -> None:
-    """Have one thread of gloo move what all groups of this process send.
+    """Let one gloo thread move the data of all groups of this process.
 
-    A group has a device of its own, whose thread wakes up a hundred times a second as long as the group lives.
+    By default a group has its own device, whose thread wakes up a hundred times per second while the group lives.
     """
     gloo = dist.ProcessGroupGloo
     name, plain = os.environ.get("GLOO_SOCKET_IFNAME"), gloo.__init__
     device = gloo.create_device(interface=name) if name else gloo.create_default_device()
 
-    def init(self, store, rank, size, timeout, enable_reconfigure=False):  # the last from torch 2.14 on
+    def init(self, store, rank, size, timeout, enable_reconfigure=False):  # the last argument is new in torch 2.14
         assert not enable_reconfigure
         options = gloo._Options()
         options._devices, options._threads, options._timeout = [device], 2, timeout

@@ -19,7 +19,7 @@ CASE = dict(
 
 
 class Worlds:
-    """MAX_RANKS workers; a world of W ranks is the first W of them with memory of its own."""
+    """MAX_RANKS workers; a world of W ranks is the first W of them, with memory of its own."""
 
     def __init__(self) -> None:
         self.files = [os.memfd_create(f"world{w + 1}") for w in range(MAX_RANKS)]
@@ -38,7 +38,7 @@ class Worlds:
             other.close()
 
     def make(self, size: int) -> None:
-        """Memory for a world of `size` ranks; made by all before any of them writes into it."""
+        """Allocate memory for a world of `size` ranks; all ranks map it before any of them writes into it."""
         os.ftruncate(self.files[size - 1], 0)
         self.ask("make", size, [{}])
         self.made.add(size)
@@ -52,16 +52,16 @@ class Worlds:
         return [channel.recv() for channel in self.channels[:size]]
 
     def check(self, size: int, *cases: dict) -> None:
-        """Run the calls one after another on one workspace; every rank compares its results itself."""
+        """Run the calls one after another on one workspace; every rank checks its own results."""
         if size not in self.made:
             self.make(size)
         wrong = [line for reply in self.ask("run", size, list(cases)) for line in reply]
         assert not wrong, "\n".join(wrong)
 
     def fail(self, size: int, case: dict) -> tuple[list[dict], list[dict]]:
-        """Replies to a call that must fail, in new memory, and to the call after it."""
+        """The replies to a call that must fail, in new memory, and to the call after it."""
         self.make(size)
-        self.made.discard(size)  # its status and flags are spoiled
+        self.made.discard(size)  # its status and flags are no longer usable
         return self.ask("fail", size, [case]), self.ask("fail", size, [case])
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Inputs that fit no fast path: nothing to do, odd addresses, odd strides. The result is right all the same."""
+"""Inputs that fit no fast path: empty sizes, odd addresses, odd strides. The result is still right."""
 
 import pytest
 
@@ -8,7 +8,7 @@ SMALL = dict(block_m=16, block_n=16, block_k=16, group=2, send_programs=2, other
 
 @pytest.mark.parametrize("op", OPS)
 def test_no_rows_and_no_columns(worlds, op):
-    """T = 0, K = 0, N = 0 and all of them; K = 0 leaves the bias. Rank 1 sends by copies, where there are any."""
+    """T = 0, K = 0, N = 0 and all of them; K = 0 leaves the bias. Rank 1 sends by copies where there are any."""
     some = dict(op=op, biased=(0,), keep=True, copied=(1,), in_one=False, config=SMALL)
     nothing = [dict(sizes=(0, 0)), dict(sizes=(5, 20), k=0), dict(sizes=(5, 20), widths=(0,))]
     last = dict(sizes=(0, 0), k=0, widths=(0,), config=None)
@@ -17,7 +17,7 @@ def test_no_rows_and_no_columns(worlds, op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_addresses_and_strides_that_vectors_cannot_take(worlds, op):
-    """x, weights and gradients that begin off a multiple of 16 bytes, with strides 0 and odd ones."""
+    """x, weights and gradients that start off a multiple of 16 bytes, with odd strides and strides of 0."""
     case = dict(op=op, sizes=(20, 13), k=48, widths=(24, 17), biased=(0,), config=SMALL)
     odd = [dict(layout="offset", copied=(0,)), dict(layout="expanded", in_one=True), dict(layout="strided")]
     worlds.check(2, *[{**case, **each} for each in odd], {**case, "layout": "offset", "dtype": "bfloat16"})
@@ -25,6 +25,6 @@ def test_addresses_and_strides_that_vectors_cannot_take(worlds, op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_rows_past_two_to_the_31_elements(worlds, op):
-    """x, weights and gradients of which the later rows lie so far out that 32 bits would not reach them."""
+    """x, weights and gradients with rows beyond the range of 32-bit offsets."""
     case = dict(op=op, layout="far", sizes=(11, 9), k=20, widths=(18,), config=SMALL)
     worlds.check(2, case, {**case, "copied": (0,), "in_one": True})

@@ -1,10 +1,10 @@
-"""A rank that is missing, or in another call: named, in bounded time, and quiet afterwards."""
+"""A rank that is missing or in another call is named within the timeout, and publishes nothing afterwards."""
 
 import pytest
 
 OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_wgrad"]
 NOBODY = -1
-ARRIVAL = -1  # in place of a chunk
+ARRIVAL = -1  # instead of a chunk
 
 
 @pytest.mark.parametrize("op, in_one", [(op, False) for op in OPS] + [("matmul_all_reduce", True)])
@@ -19,7 +19,7 @@ def test_a_missing_peer_is_named_in_time(worlds, op, in_one):
 
 
 def test_nothing_is_published_after_a_failure(worlds):
-    """The second stage of an all-reduce fails in all ranks; the flags of its third stage stay as they were."""
+    """The second stage of an all-reduce fails on all ranks; the flags of its third stage do not change."""
     _, later = worlds.fail(3, dict(op="matmul_all_reduce", sizes=(5, 5, 9), in_one=False, absent=1, other=NOBODY))
     assert all(reply["highest_flag"] == 0 for reply in later)
 

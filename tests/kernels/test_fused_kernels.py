@@ -1,6 +1,6 @@
 """Every fused kernel, interpreted by several processes, equals the single-device formula exactly.
 
-Inputs are -1, 0 and 1, and sums stay below 256: exact in bf16 too, so there is no tolerance to choose.
+Inputs are -1, 0 and 1, and sums stay below 256: exact in bf16 too, so no tolerance is needed.
 """
 
 import pytest
@@ -54,7 +54,7 @@ def calls(draw, world: int) -> dict:
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_equals_the_formula(worlds, data):
-    """Any shapes, dtypes, layouts and cuts; consecutive calls of mixed operations share one workspace."""
+    """Any shapes, dtypes, layouts and tilings; consecutive calls of mixed operations share one workspace."""
     world = data.draw(st.integers(1, 4))
     worlds.check(world, *data.draw(st.lists(calls(world), min_size=1, max_size=4)))
 
@@ -68,7 +68,9 @@ def test_several_tiles_and_tails_on_every_axis(worlds, op, dtype):
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_few_rows(worlds, op, dtype):
-    """Multiplied together: ranks without rows, none at all, several flags and several tiles a flag, products, tails."""
+    """Rows of all ranks multiplied in one tile: empty ranks, no rows at all, several flags, several tiles per flag,
+    several products, tails.
+    """
     call = dict(op=op, dtype=dtype, in_one=False, few=True, k=37, widths=(70,), biased=(0,))
     programs = dict(send_programs=3, other_programs=0)
     worlds.check(
@@ -84,7 +86,7 @@ def test_few_rows(worlds, op, dtype):
 @pytest.mark.parametrize("op", GATHERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_few_rows_come_together(worlds, op, dtype):
-    """Several tiles of rows; ranks without rows, none at all; rows in runs, no columns of x; kept or not."""
+    """Several tiles of rows; empty ranks, no rows at all; rows in runs; K = 0; x kept or not."""
     call = dict(op=op, dtype=dtype, few=True, k=37, widths=(70, 17, 5), biased=(0, 1))
     programs = dict(send_programs=3, other_programs=0)
     worlds.check(
@@ -104,7 +106,7 @@ TMA = dict(SMALL, tma=True)
 
 @pytest.mark.parametrize("op", OPS)
 def test_what_no_peer_writes_comes_by_tma(worlds, op):
-    """Tails of rows, columns and K; a rank without rows; weights and their gradients each by a descriptor."""
+    """Tails of rows, columns and K; an empty rank; weights and their gradients each by a descriptor."""
     call = dict(op=op, dtype="bfloat16", k=40, step=8, config=TMA, descriptors=2, biased=(0,))
     ragged = dict(call, sizes=(32, 0), widths=(20, 17), in_one=False)
     worlds.check(2, ragged, dict(call, sizes=(16, 16), widths=(8, 33), in_one=True, dtype="float16"))
@@ -120,7 +122,7 @@ def test_a_kernel_takes_four_descriptors(worlds, weights):
 
 @pytest.mark.parametrize("products", range(1, 5))
 def test_a_gradient_s_products_are_added_where_their_operands_lie(worlds, products):
-    """By TMA, by pointers, rows in runs; K whose part is none of a tile; the weights' rows are those of K."""
+    """By TMA, by pointers, and with rows in runs; parts of K that no tile divides; weights with rows along K."""
     step = 8 * products
     call = dict(op="matmul_reduce_scatter", k=2 * step, step=step, sizes=(18, 5), products=products)
     by_tma = dict(call, dtype="bfloat16", config=TMA, descriptors=2 * products)
@@ -129,7 +131,7 @@ def test_a_gradient_s_products_are_added_where_their_operands_lie(worlds, produc
 
 
 def test_a_gather_takes_the_weights_of_a_gradient_where_they_lie(worlds):
-    """One rank: others' weights are of other widths, whose rows TMA does not take."""
+    """One rank only: with other weights the widths differ, and TMA does not take such rows."""
     call = dict(op="all_gather_matmul", dtype="bfloat16", k=24, sizes=(20,), layout="transposed", config=TMA)
     worlds.check(1, *[dict(call, widths=(8, 24, 16)[:count], descriptors=count) for count in (1, 2, 3)])
     worlds.check(1, dict(call, widths=(8, 12), descriptors=0))
@@ -143,10 +145,10 @@ def test_wide_tiles_end_half_by_half(worlds):
 @pytest.mark.parametrize("op", OPS)
 def test_what_tma_cannot_take_comes_by_pointers(worlds, op):
     none = dict(op=op, sizes=(9, 5), config=TMA, k=24, step=8, widths=(8,), dtype="bfloat16", descriptors=0)
-    full = dict(none, dtype="float32")  # no matrix unit multiplies it
-    odd = dict(none, k=23)  # or of wgrad: rows of a shard that BLOCK_K does not divide
-    runs = dict(none, batch=2, descriptors=0 if "wgrad" in op else 1)  # of rows: x by pointers
-    rows_of_k = dict(none, layout="transposed", descriptors=int("gather" not in op))  # a weight, as a [K, N]
+    full = dict(none, dtype="float32")  # the matrix units do not multiply it
+    odd = dict(none, k=23)  # or, in wgrad, rows of a shard that BLOCK_K does not divide
+    runs = dict(none, batch=2, descriptors=0 if "wgrad" in op else 1)  # runs of rows: x by pointers
+    rows_of_k = dict(none, layout="transposed", descriptors=int("gather" not in op))  # a weight laid out as [K, N]
     if op == "all_gather_matmul":
         rows_of_k["widths"] = (9,)
     calls = [full, odd, rows_of_k, dict(none, layout="offset"), runs]
@@ -166,13 +168,15 @@ def test_one_program_a_stage_is_enough(worlds, op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_fewer_flags_than_tiles(worlds, op):
-    """Then a flag covers several rows or tiles, done by one program."""
+    """One flag then covers several rows or tiles, all done by one program."""
     worlds.check(2, *[dict(op=op, sizes=(130, 70), widths=(70,), flags=8, in_one=i < 1) for i in range(2)])
 
 
 @pytest.mark.parametrize("op", [*GATHERS, "all_gather_wgrad"])
 def test_copies_bring_what_programs_would(worlds, op):
-    """Of all ranks, of one, of none; in pieces of several chunks and of one row; after and before another operation."""
+    """Copies on all ranks, on one, on none; in pieces of several chunks and of one row; before and after other
+    operations.
+    """
     call = dict(op=op, sizes=(40, 0, 33), config=dict(SMALL, chunk=3))
     few = dict(op=op, sizes=(1, 7, 2), batch=2)
     between = dict(op="matmul_reduce_scatter", sizes=(9, 4, 0))
@@ -182,7 +186,7 @@ def test_copies_bring_what_programs_would(worlds, op):
 
 @pytest.mark.slow
 def test_a_hundred_mixed_calls_on_one_workspace(worlds):
-    """Shapes, dtypes, transports and empty shards change from call to call, ranks come late by turns."""
+    """Shapes, dtypes, transports and empty shards change from call to call; ranks take turns being late."""
     mixed = []
     for i in range(100):
         sizes = tuple((7 * i + 5 * r) % 19 if (i + r) % 3 else 0 for r in range(3))

@@ -1,4 +1,4 @@
-"""The matmul without communication, and the rounding that the interpreter leaves to us."""
+"""The matmul without communication, and the rounding that the interpreter does not do for us."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the launchers refuse, and what they say to do."""
+"""What the launchers refuse, and the advice in the error."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ CALL = "import torch; from fusedtp.ops import launch; x = torch.ones(2, 2, dtype
 
 
 def said(dtype: str, **variables: str) -> str:
-    """The last line of a process that multiplies two CPU tensors."""
+    """The last line printed by a process that multiplies two CPU tensors."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     call = variables.pop("CALL", CALL)
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])

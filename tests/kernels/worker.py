@@ -1,8 +1,8 @@
 """The ranks of the kernel tests: processes that interpret the fused kernels over shared memory.
 
-Started by conftest.py with a socket a rank and a memory file a world size (of 1, 2, ... ranks). A rank makes a device
-view of plain tensors, runs the calls it is told and compares each with the single-device formula. After a call it
-poisons the slot it may still be sent to two calls later, and allocations come filled with NaN: what leaks, shows.
+Started by conftest.py with one socket per rank and one memory file per world size (1, 2, ... ranks). A rank makes a
+device view of plain tensors, runs the calls it is sent and compares each with the single-device formula. After a call
+it poisons the slot that peers may still write two calls later, and allocations start filled with NaN, so leaks show.
 """
 
 import os
@@ -105,7 +105,7 @@ class World:
         self.data.fill_(0xFF)  # NaN in every dtype
 
     def copies(self, c: SimpleNamespace) -> Copies | None:
-        """What brings this rank's rows to its peers in the next call, if copies do."""
+        """The copies that bring this rank's rows to its peers in the next call, or None if the kernel does."""
         if self.rank not in c.copied:
             return None
         slot, own = int(self.view.epoch[0]) % 2 * SLOT, self.rank * self.view.flags_per_source * 4
@@ -116,7 +116,7 @@ class World:
         return Copies(self.rank, slots, flags, self.view.epoch, None)
 
     def operand(self, x: torch.Tensor, c: SimpleNamespace) -> tuple[torch.Tensor, Copies | None, Any]:
-        """The rows to gather as the launch takes them, what brings them, and the machine."""
+        """The rows to gather as the launch takes them, the copies that bring them, and the machine."""
         copies = self.copies(c)
         return x if copies is None else x.contiguous(), copies, machine_for(self.view, x)
 
@@ -154,14 +154,14 @@ class Numbers:
 
 
 def offset(t: torch.Tensor) -> torch.Tensor:
-    """The same numbers one element past a multiple of 16 bytes."""
+    """The same numbers, one element past a multiple of 16 bytes."""
     wide = torch.full((t.numel() + 1,), float("nan"), dtype=t.dtype)
     wide[1:] = t.flatten()
     return wide[1:].view(t.shape)
 
 
 def far(t: torch.Tensor) -> torch.Tensor:
-    """The same numbers in rows so far apart that the ninth lies past 2**31 elements; only pages touched take memory."""
+    """The same numbers in rows so far apart that the ninth is past 2**31 elements; only touched pages take memory."""
     stride = (1 << 28) + 8
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     whole = mmap.mmap(-1, max(1, t.shape[0] * stride * t.element_size()), flags=flags)
@@ -173,7 +173,7 @@ SPOILED = {"offset": offset, "far": far}
 
 
 def shard_rows(rank: int, sizes: tuple[int, ...], batch: int) -> torch.Tensor:
-    """Global rows of a rank, in its local order."""
+    """The global row indices of a rank, in its local order."""
     total, before = sum(sizes), sum(sizes[:rank])
     return torch.cat([b * total + before + torch.arange(sizes[rank]) for b in range(batch)])
 
@@ -220,7 +220,7 @@ def all_gather_matmul(world: World, c: SimpleNamespace) -> list[str]:
 
 
 def all_gather_gated_matmul(world: World, c: SimpleNamespace) -> list[str]:
-    """Both products to the bit. y to one rounding and eight of fp32: exp, a sum, a quotient and two products."""
+    """Both products are exact. y is within one rounding and eight of fp32: exp, a sum, a quotient and two products."""
     s = same_everywhere(c)
     x, n = s.numbers.draw(s.total, c.k), c.widths[0]
     weights = [s.numbers.draw(n + r, c.k, layout=c.layout) for r in range(world.size) for _ in range(2)]
@@ -245,7 +245,7 @@ def all_gather_gated_matmul(world: World, c: SimpleNamespace) -> list[str]:
 
 
 def shard(world: World, c: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of x, lying as the call says."""
+    """This rank's rows of x, in the layout of the call."""
     mine = x[shard_rows(world.rank, c.sizes, c.batch)]
     if c.layout == "transposed":
         mine = mine.t().contiguous().t()
@@ -253,7 +253,7 @@ def shard(world: World, c: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
 
 
 def few_rows(c: SimpleNamespace, s: SimpleNamespace) -> tuple[bool, launch.Config | None]:
-    """Whether the kernel of few rows is asked for and can be, and the configuration, whose tile then has all rows."""
+    """Whether the few-rows kernel is requested and possible, and the configuration; its tile then holds all rows."""
     few = c.few and s.rows.total <= FEW_ROWS and (c.batch == 1 or c.op == "matmul_all_reduce")
     if few and s.config is not None:
         return True, replace(s.config, block_m=block(s.rows.total, s.config.block_m, FEW_ROWS))
@@ -331,7 +331,7 @@ def narrow_kernel(x, y, N: tl.constexpr):
 
 
 def narrow(world: World, c: SimpleNamespace) -> list[str]:
-    """Every upper half of an fp32 beside lower halves around the tie: as torch rounds, and NaN stays NaN."""
+    """Every upper half of an fp32, with lower halves around the tie: rounds as torch does, and NaN stays NaN."""
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     bits = (torch.arange(1 << 16, dtype=torch.int32) << 16)[None, :] | low[:, None]
     x = bits.view(torch.float32).reshape(-1)
@@ -377,7 +377,7 @@ def run(world: World, case: dict) -> list[str]:
 
 
 def fail(world: World, case: dict) -> dict:
-    """A call in which a peer is missing (`absent`) or believes to be in another one (`other`)."""
+    """A call in which a peer is missing (`absent`) or runs another call (`other`)."""
     c = SimpleNamespace(**case)
     world.view = view = replace(world.view, timeout_s=2.0)
     c.sig += world.rank == c.other
@@ -386,13 +386,13 @@ def fail(world: World, case: dict) -> dict:
     if world.rank != c.absent:
         OPS[c.op](world, c)
     seconds, quiet = time.monotonic() - began, torch.equal(before, world.memory)
-    published = world.flags.view(world.size, FLAGS).any(0).nonzero()  # chunks, by anybody, here
+    published = world.flags.view(world.size, FLAGS).any(0).nonzero()  # chunks that any rank published here
     highest = int(published.max()) if published.numel() else -1
     return dict(status=view.status.tolist(), seconds=seconds, quiet=quiet, highest_flag=highest)
 
 
 def serve(channel: Connection, rank: int, files: list[int]) -> None:
-    """Do what comes over the channel until it is closed."""
+    """Serve requests from the channel until it is closed."""
     worlds = {}
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The modules' formulas once more, the slow way: token by token, head by head, from the papers."""
+"""The modules' formulas in a second, slow version from the papers: token by token, head by head."""
 
 import cmath
 import math
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def seen(i: int, j: int, causal: bool, window: int | None, documents: Tensor | None) -> bool:
-    """Whether the query at place i may look at the key at place j of the same sequence."""
+    """Whether the query at position i may attend to the key at position j of the same sequence."""
     if causal and j > i:
         return False
     if window is not None and abs(i - j) >= window:
@@ -35,7 +35,7 @@ def attention(
 
 
 def rotation(x: Tensor, position: int, frequencies: list[float]) -> Tensor:
-    """x [D]: features i and i + D/2 are the two parts of a complex number, turned by position * frequency."""
+    """x [D]: features i and i + D/2 form a complex number, rotated by position * frequency."""
     half = len(frequencies)
     turned = torch.complex(x[:half], x[half:]) * torch.tensor(
         [cmath.exp(1j * position * f) for f in frequencies], dtype=torch.complex128
@@ -49,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """logits [T, V] -> mean over the labels that count, 0 where none does."""
+    """logits [T, V] -> mean over the labels that are not ignored, 0 if there are none."""
     losses = [
         -(row.exp()[label] / row.exp().sum()).log()
         for row, label in zip(logits, labels.tolist(), strict=True)

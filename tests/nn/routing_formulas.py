@@ -1,6 +1,6 @@
-"""Routing once more, the slow way and in fp64: expert by expert and token by token, from the papers.
+"""Routing in a second, slow version from the papers, in fp64: expert by expert and token by token.
 
-Everything takes logits [T, E] of all tokens of all ranks and knows of no ranks.
+All functions take the logits [T, E] of all tokens of all ranks; there are no ranks here.
 """
 
 import math
@@ -17,7 +17,7 @@ def scores_of(logits: Tensor, score: str) -> Tensor:
 
 
 def top(values: list[float], k: int, allowed: list[int] | None = None) -> list[int]:
-    """The k places of the largest values, of equal ones the lower place first."""
+    """The indices of the k largest values; of equal values, the lower index comes first."""
     places = range(len(values)) if allowed is None else allowed
     return sorted(places, key=lambda i: (-values[i], i))[:k]
 
@@ -33,7 +33,7 @@ def top_in_groups(values: list[float], k: int, groups: int, top_groups: int, how
 
 
 def choose(logits: Tensor, options: dict, bias: Tensor | None = None) -> Tensor:
-    """int [T, k] by the options of a Router."""
+    """The chosen experts, int [T, k], for the options of a Router."""
     k, groups = options["top_k"], options.get("num_groups", 1)
     key = logits if options.get("score_after_topk") else scores_of(logits, options.get("score", "softmax"))
     if bias is not None:
@@ -55,7 +55,7 @@ def weights_of(logits: Tensor, ids: Tensor, options: dict) -> Tensor:
 
 
 def shares(logits: Tensor, score: str) -> Tensor:
-    """Scores of each token, made to sum to one."""
+    """The scores of each token, normalized to a sum of one."""
     scores = scores_of(logits, score)
     return scores / scores.sum(1, keepdim=True)
 
@@ -74,7 +74,7 @@ def balance_loss(logits: Tensor, ids: Tensor, score: str, kind: str) -> Tensor:
 
 
 def sequence_loss(logits: Tensor, top_k: int, score: str, batch: int, length: int) -> Tensor:
-    """DeepSeek-V3, equations 17 to 20, of each sequence; their mean."""
+    """DeepSeek-V3, equations 17 to 20, for each sequence; returns the mean over sequences."""
     experts, total = logits.shape[1], logits.sum() * 0
     for rows in logits.split(length):
         means = shares(rows, score).mean(0)
@@ -91,7 +91,7 @@ def z_loss(logits: Tensor) -> Tensor:
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """Rows scaled to sums of 1, then columns to T / E, so many times."""
+    """Scale rows to sums of 1, then columns to sums of T / E; repeat."""
     plan = logits.exp()
     for _ in range(iterations):
         plan = plan / plan.sum(1, keepdim=True)
@@ -100,7 +100,7 @@ def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
 
 
 def dropped(ids: Tensor, weights: Tensor, experts: int, factor: str, by: str) -> set[tuple[int, int]]:
-    """The (token, slot) pairs that no expert keeps: each keeps its first ones of a sorted list."""
+    """The (token, slot) pairs that no expert keeps: each expert keeps the first ones of a sorted list."""
     tokens, k = ids.shape
     capacity = math.ceil(Fraction(factor) * k * tokens / experts)
     gone = set()

@@ -1,4 +1,4 @@
-"""What the tests of the router share: how its arguments are drawn, and routers of given weights."""
+"""Shared by the router's tests: strategies for its arguments, and routers with given weights."""
 
 from itertools import pairwise
 from random import Random
@@ -14,7 +14,7 @@ LOSSES = {"balance_loss": 0.5, "sequence_loss": 0.25, "z_loss": 0.125}
 
 @st.composite
 def options(draw) -> dict:
-    """Arguments of a Router, beside its losses. By a seed, so that they vary independently of each other."""
+    """Arguments of a Router, except its losses. They derive from one seed, so they vary independently of each other."""
     random = Random(draw(st.integers(0, 1 << 30)))
     groups, each = random.randint(1, 4), random.randint(1, 4)
     top_groups = random.randint(1, groups)
@@ -35,7 +35,7 @@ def options(draw) -> dict:
 
 @st.composite
 def splits(draw) -> tuple[int, int, tuple[int, ...]]:
-    """Batch, length, and the rows of every rank, of which some may have none."""
+    """Batch, length, and the rows of every rank; some ranks may have none."""
     random = Random(draw(st.integers(0, 1 << 30)))
     batch, length = random.choice([0, 1, 2, 2, 3]), random.randint(0 if random.random() < 0.2 else 1, 5)
     cuts = sorted(random.randint(0, batch * length) for _ in range(random.randint(0, 3)))
@@ -43,7 +43,7 @@ def splits(draw) -> tuple[int, int, tuple[int, ...]]:
 
 
 def router_of(weight: Tensor, values: Tensor | None = None, **spec) -> Router:
-    """With this weight, and these values of its bias."""
+    """A router with this weight, and these values as its bias."""
     router = Router(weight.shape[1], dtype=weight.dtype, **spec)
     with torch.no_grad():
         router.weight.copy_(weight)
@@ -53,5 +53,5 @@ def router_of(weight: Tensor, values: Tensor | None = None, **spec) -> Router:
 
 
 def routed(logits: Tensor, values: Tensor | None = None, **spec):
-    """Of a router whose weight is the identity, so that x are the logits, exactly."""
+    """Route with an identity weight, so that x are exactly the logits."""
     return router_of(torch.eye(logits.shape[1], dtype=logits.dtype), values, **spec)(logits)

@@ -1,12 +1,12 @@
-"""What the tests of fusedtp.nn share.
+"""Shared by the tests of fusedtp.nn.
 
-Note [Roundings]
-With u the unit roundoff, half of eps, an operation that sums L terms has an error of at most (L + 2) u relative to the
-sum of their absolute values, which in these tests is of the size of the largest entry or of one. The errors of
-operations that follow each other add up. Where a formula steepens errors (exp, large angles), its test says how much.
+Note [Roundings] With u the unit roundoff, half of eps, an operation that sums L terms has an error of at most (L + 2) u
+relative to the sum of their absolute values, which in these tests is about as large as the largest entry, or one. The
+errors of consecutive operations add up. Where a formula amplifies errors (exp, large angles), its test says by how
+much.
 
 No sum is accumulated in 16 bits, so ROUNDINGS does not apply there: 256 eps of bf16 are 2, more than the values
-themselves. A test of 16 bits derives its own bound, from sums in fp32 and one rounding of each result; see assert_sums.
+themselves. A test in 16 bits derives its own bound, from sums in fp32 and one rounding of each result; see assert_sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def roundings_of(operations: int, terms: int) -> float:
-    """What so many operations of so many terms may lose, as a multiple of eps; see Note [Roundings]."""
+    """The error bound for `operations` sums of `terms` terms each, as a multiple of eps; see Note [Roundings]."""
     return operations * (terms + 2) / 2
 
 
@@ -25,7 +25,7 @@ ROUNDINGS = roundings_of(16, 30)
 
 
 def assert_close(name: str, got: Tensor, want: Tensor, roundings: float = ROUNDINGS) -> None:
-    """Within `roundings` of the largest entry of `want`, in got's dtype."""
+    """Within `roundings` eps of the largest entry of `want`, in got's dtype."""
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
     assert torch.equal(got.isnan(), want.isnan()), f"{name}: nan in other places than wanted"
     if got.numel():
@@ -36,7 +36,7 @@ def assert_close(name: str, got: Tensor, want: Tensor, roundings: float = ROUNDI
 
 
 def assert_sums(name: str, got: Tensor, want: Tensor, absolute: Tensor, terms: int) -> None:
-    """`got` within what sums of so many terms may lose, accumulated in fp32 (in fp64 if that is its dtype).
+    """`got` within the error of sums of `terms` terms, accumulated in fp32 (in fp64 if that is its dtype).
 
     want       the exact sums
     absolute   the same sums of absolute values
@@ -46,7 +46,7 @@ def assert_sums(name: str, got: Tensor, want: Tensor, absolute: Tensor, terms: i
 
 
 def assert_within(name: str, got: Tensor, want: Tensor, lost: Tensor) -> None:
-    """`got` within `lost` of the exact `want`, entry by entry, and then rounded once to its dtype."""
+    """`got` within `lost` of the exact `want`, entry by entry, plus one rounding to its dtype."""
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
     last = torch.finfo(got.dtype)
     bound = lost + last.eps / 2 * (want.abs() + lost) + last.tiny * last.eps
@@ -75,5 +75,5 @@ def assert_same_function(
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
-    """fp64, the same for a seed."""
+    """Random fp64 numbers, fixed by the seed."""
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

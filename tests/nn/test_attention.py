@@ -1,4 +1,4 @@
-"""Attention against softmax written out token by token, with every kind of mask."""
+"""Attention equals softmax written out token by token, with every kind of mask."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ shapes = st.fixed_dictionaries(
 
 
 def documents_of(case: dict) -> torch.Tensor | None:
-    """Random document ids; a document need not be one run."""
+    """Random document ids; a document need not be contiguous."""
     if not case["with_documents"]:
         return None
     generator = torch.Generator().manual_seed(case["seed"])
@@ -44,9 +44,9 @@ def draw(case: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, TokenLay
 
 
 def steepened(q: torch.Tensor, k: torch.Tensor) -> float:
-    """Roundings, for exp makes a score's absolute error a relative one of its weight: the largest score times as many.
+    """Roundings, scaled by 1 + the largest score: exp turns a score's absolute error into its weight's relative error.
 
-    A score is at most |q| |k| / sqrt(D), of any query and key [..., D].
+    A score is at most |q| |k| / sqrt(D), for any query and key [..., D].
     """
     if not q.numel():
         return ROUNDINGS
@@ -130,7 +130,7 @@ def module(case: dict, **changes: object) -> Attention:
 
 
 def written_out(attention: Attention, case: dict, layout: TokenLayout, x: torch.Tensor) -> torch.Tensor:
-    """The whole module by its definition."""
+    """The whole module, computed by its definition."""
     dim, theta = attention.head_dim, attention.config.rope_theta
     frequencies = [theta ** (-2 * i / dim) for i in range(dim // 2)]
     shape = (layout.batch, layout.length, -1, dim)

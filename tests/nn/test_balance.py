@@ -1,4 +1,4 @@
-"""Losses, bias and sinkhorn against their papers' formulas; test_router.py holds them against split tokens."""
+"""Losses, bias and sinkhorn equal their papers' formulas; test_router*.py test them with split tokens."""
 
 import pytest
 import torch

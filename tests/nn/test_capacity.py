@@ -1,4 +1,4 @@
-"""The set of dropped pairs is the definition's, for any split of the tokens over ranks."""
+"""The dropped pairs are those of the definition, for any split of the tokens over ranks."""
 
 import math
 from fractions import Fraction
@@ -22,25 +22,25 @@ FACTORS = ("0.01", "0.3", "0.5", "1", "1.1", "1.25", "2", "100")
 def cases(draw) -> tuple[Tensor, Tensor, int, str, str, tuple[int, ...]]:
     """Ids distinct in a row, some -1; weights, often of few values, so that they tie; rows of every rank.
 
-    By a seed, so that all vary independently of each other.
+    All derive from one seed, so they vary independently of each other.
     """
     seed = draw(st.integers(0, 1 << 30))
     random, generator = Random(seed), torch.Generator().manual_seed(seed)
     sizes = tuple(random.choice([0, 1, 2, 4, 6]) for _ in range(random.randint(1, 4)))
     experts, tokens = random.randint(1, 6), sum(sizes)
     k = random.randint(1, experts)
-    pull = torch.arange(experts) * random.choice([0.0, 0.0, 3.0])  # to the last ones
+    pull = torch.arange(experts) * random.choice([0.0, 0.0, 3.0])  # towards the last experts
     ids = (torch.rand(tokens, experts, generator=generator) + pull).argsort(1, descending=True)[:, :k].int()
     ids[torch.rand(tokens, k, generator=generator) < random.choice([0.0, 0.2])] = -1
     weights = torch.randint(1, 4, (tokens, k), generator=generator) / 4.0
-    if random.random() < 0.5:  # or apart by less than 16 bits can tell
+    if random.random() < 0.5:  # or weights that differ by less than 16 bits resolve
         weights = 0.5 + torch.rand(tokens, k, generator=generator) / 4096
     return ids, weights, experts, random.choice(FACTORS), random.choice(["position", "probability"]), sizes
 
 
 def kept(group, ids, weights, experts: int, factor: str, by: str, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     mine = weights.split(sizes)[group.rank()].clone().requires_grad_()
-    known = sizes if by == "probability" else None  # by position nobody needs to know them
+    known = sizes if by == "probability" else None  # dropping by position does not need them
     got = keep_capacity(ids.split(sizes)[group.rank()], mine, experts, float(factor), by=by, group=group, sizes=known)
     (gradient,) = torch.autograd.grad(got.weights.sum(), mine)
     return got.expert_ids, got.weights.detach(), gradient, got.dropped, got.capacity
@@ -109,7 +109,7 @@ def test_fp64_and_bf16_weights_stay_so():
 
 
 def large_ids(group) -> list[int]:
-    """Each expert has one pair of each rank and keeps two, unless ids are taken for each other."""
+    """Each expert gets one pair from each rank and keeps both, unless ids are rounded and collide."""
     ids, weights = torch.arange(255, 265).reshape(5, 2), torch.ones(5, 2).bfloat16()
     return keep_capacity(ids, weights, 400, 40.0, by="probability", group=group).expert_ids.tolist()
 

@@ -1,4 +1,4 @@
-"""Configurations: defaults, faults reported together, head counts against world sizes; token layouts."""
+"""Configurations: defaults, faults reported together, head counts for world sizes; token layouts."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_ranks_share_heads_where_each_query_head_meets_its_kv_head(kv: int, grou
     heads = kv * group
 
     def works(size: int) -> bool:
-        """By the definition: equal runs of query heads, and of kv heads, or of a kv head's copies."""
+        """By the definition: each rank has as many query heads, and as many kv heads or copies of a kv head."""
         if heads % size:
             return False
         mine = heads // size
@@ -54,7 +54,7 @@ def test_ranks_share_heads_where_each_query_head_meets_its_kv_head(kv: int, grou
 
 
 def _evenly_held(needed: list[set[int]]) -> bool:
-    """Whether all kv heads are held by equally many ranks."""
+    """Whether every kv head is on the same number of ranks."""
     held = [sum(head in each for each in needed) for head in set().union(*needed)]
     return len(set(held)) == 1
 

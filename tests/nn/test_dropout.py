@@ -12,7 +12,7 @@ WORD = (1 << 32) - 1
 
 
 def by_hand(seed: int, step: int, site: int, token: int, feature: int, rate: float) -> bool:
-    """The definition in Python's unbounded integers."""
+    """The definition, in Python's unbounded integers."""
 
     def mix64(x: int) -> int:
         x &= (1 << 64) - 1
@@ -53,7 +53,7 @@ def test_any_split_of_tokens_meets_the_same_mask(sizes: list[int], step: int, fe
         for rank, part in enumerate(x.split(sizes))
     ]
     assert torch.equal(torch.cat(parts), whole)
-    later = dropout_state(5, step, 11 + sizes[0])  # a second microbatch or data-parallel rank
+    later = dropout_state(5, step, 11 + sizes[0])  # another microbatch or data-parallel rank
     rest = dropout(x[sizes[0] :], TokenLayout(1, total - sizes[0], dropout=later))
     assert torch.equal(rest, whole[sizes[0] :])
 
@@ -77,7 +77,7 @@ def test_values_are_kept_and_scaled_or_zero() -> None:
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_masks_look_independent(rate: float) -> None:
-    """Rates, and agreement between masks that differ in one argument, within 5 standard deviations."""
+    """Rates, and agreement between masks that differ in one argument, are within 5 standard deviations."""
     rows, features = 512, 256
     masks = {
         "base": dropout_mask(dropout_state(1, 1), rate, 4, 0, rows, features),

@@ -1,4 +1,4 @@
-"""FP8Linear: exact where fp8 is, within the bounds of Note [What fp8 loses] elsewhere, alone and parallel."""
+"""FP8Linear: exact where fp8 is exact, else within the bounds of Note [What fp8 loses]; alone and parallel."""
 
 import math
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 LOST = {
     E4M3: (2.0**-4, 2.0**-17),
     E5M2: (2.0**-3, 2.0**-31),
-}  # of a number, of the largest magnitude of its row
+}  # relative to the number, and to the largest magnitude in its row
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def cases(draw, engine: str, dtypes=(FP32,), rows: int = 10, most: int = 24) -> 
 
 
 def drawn(case: Case, whole: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, w, b and dy: small integers, which fp8 holds and no sum rounds, or numbers of rows of all magnitudes."""
+    """x, w, b and dy: small integers that fp8 holds and no sum rounds, or rows of very different magnitudes."""
     g = torch.Generator().manual_seed(case.seed)
 
     def draw(*shape: int) -> Tensor:
@@ -88,7 +88,7 @@ def drawn(case: Case, whole: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def formula(case: Case, x: Tensor, w: Tensor, b: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """Of one device, in fp64."""
+    """The single-device results in fp64."""
     leaves = [t.double().requires_grad_() for t in (x, w, b)]
     y = F.linear(*leaves[:2], leaves[2] if case.biased else None)
     y.backward(dy.double())
@@ -180,7 +180,7 @@ def test_a_layer_of_one_device_equals_the_formula(case):
 
 
 def lost_of(case: Case, x: Tensor, kind: torch.dtype, dim: int) -> Tensor:
-    """e(x): by how much a number may be off, where `dim` is the side that is summed over."""
+    """e(x): the largest error of each number; `dim` is the dimension that is summed over."""
     of_number, of_largest = LOST[kind]
     if x.numel() == 0:
         return x.clone()
@@ -189,9 +189,9 @@ def lost_of(case: Case, x: Tensor, kind: torch.dtype, dim: int) -> Tensor:
 
 
 def bounds(case: Case, x: Tensor, w: Tensor, b: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """Of Note [What fp8 loses], with fp32 sums of the numbers that are multiplied, and ranks' partials rounded once.
+    """The bounds of Note [What fp8 loses], with fp32 sums of products, and ranks' partials rounded once.
 
-    A rank quantizes its part of a row, whose largest magnitude is at most the row's.
+    A rank quantizes its part of a row; the part's largest magnitude is at most the row's.
     """
     x, w, b, dy = (t.double() for t in (x.flatten(0, -2), w, b, dy.flatten(0, -2)))
     wide, narrow = torch.finfo(FP32).eps, torch.finfo(case.dtype).eps
@@ -214,7 +214,7 @@ def bounds(case: Case, x: Tensor, w: Tensor, b: Tensor, dy: Tensor) -> dict[str,
 
 
 def near_the_formula(group, case: Case) -> None:
-    """Of fp64; and so near the layer of the working dtype, which is one rounding of sums from it."""
+    """Within the bounds of the fp64 formula, and thus near the layer in the working dtype, one rounding of sums off."""
     given, rank = drawn(case, whole=False), group.rank()
     want, off = formula(case, *given), bounds(case, *given)
     got = computed(group, case, given)
@@ -234,7 +234,7 @@ def test_errors_are_those_of_fp8(dtype, data):
 @settings(max_examples=20)
 @given(st.integers(1, 40), st.integers(1, 80), st.integers(1, 40), st.integers(0, 2**31))
 def test_a_layer_is_near_that_in_bf16(rows, k, n, seed):
-    """Off by what fp8 loses and by what the bf16 layer itself may round: y, dx and dw."""
+    """The difference is at most fp8's error plus the rounding of the bf16 layer: y, dx and dw."""
     case = Case("local", "", (rows,), k, n, BF16, biased=False, seed=seed)
     x, w, b, dy = given = drawn(case, whole=False)
     results = []
@@ -265,7 +265,7 @@ FP8_CALLS = SHARDED | {"scaled_matmul_all_reduce"}
 
 
 def falls_back(group, case: Case) -> None:
-    """With one row less than min_rows a layer is that of the working dtype, bit for bit; with as many it is fp8."""
+    """With one row fewer than min_rows, the layer equals the working dtype's, bit for bit; at min_rows it uses fp8."""
     given, total = drawn(case, whole=False), sum(case.sizes) * (case.batch or 1)
     called(group)
     small = computed(group, case, given, min_rows=total + 1)
@@ -290,7 +290,7 @@ def test_few_rows_fall_back(kind, sequence_parallel, batch):
 
 
 def shares_a_gather(group) -> None:
-    """Layers of fp8 on one input share its gather; a plain one among them has its own; a gated MLP takes them."""
+    """fp8 layers on one input share its gather; a plain one among them has its own; a gated MLP uses them."""
     mesh, x = DeviceMesh.from_group(group, "cpu"), torch.ones(2, 6)
     for kinds, gathers in (((FP8Linear, FP8Linear), 1), ((FP8Linear, Linear), 2)):
         layers = nn.ModuleList([_small(kind, 6, 4) for kind in kinds])
@@ -318,7 +318,7 @@ def _small(kind: type[Linear], k: int, n: int) -> Linear:
 
 
 def explained_without_sequence_parallelism(group) -> None:
-    """What is said to run, by which engine, runs."""
+    """`explain` names the operations and engines that actually run."""
     mlp = nn.Sequential(*(FP8Linear(8, 8, min_rows=0) for _ in range(2)))
     plan = {
         "0": fusedtp.FusedColwise(sequence_parallel=False),
@@ -346,8 +346,9 @@ SPLIT = Case("column", "chunked", (2, 0, 3), 5, 6)
 
 
 def splits(group, case: Case, first: set[str] | None = None) -> None:
-    """Each gradient communicates once: dgrad in the input pass, wgrad's gather in the weight pass (of a row-parallel
-    layer in the input pass)."""
+    """Each gradient communicates once: dgrad in the input pass, wgrad's gather in the weight pass (for a row-parallel
+    layer in the input pass).
+    """
     x, w, b, dy = drawn(case, whole=True)
     want = formula(case, x, w, b, dy)
     layer, rank = layer_of(case, w, b), group.rank()
@@ -374,7 +375,7 @@ def test_a_split_backward_communicates_once(kind):
 
 
 def quantizes_dy_once(group) -> int:
-    """Whose scale takes a message of all ranks: not again in the weight pass."""
+    """The scale of dy takes a collective; the weight pass does not repeat it."""
     case, calls, gradient = replace(SPLIT, kind="column", scales="tensor"), [], Current.gradient
 
     def counted(self, *given):
@@ -391,7 +392,7 @@ def test_a_split_backward_quantizes_once():
 
 
 def accumulates(group, case: Case) -> None:
-    """Into main_grad, in fp32 and not rounded to bf16: sums here are beyond its 8 bits."""
+    """Accumulates into main_grad in fp32, without rounding to bf16: the sums need more than its 8 bits."""
     case = replace(case, sizes=(90, 0, 101))
     x, w, b, dy = drawn(case, whole=True)
     x, dy = x.abs() + 1, dy.abs() + 1
@@ -503,9 +504,9 @@ def step(layer: FP8Linear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
 
 
 def remembers(group, kind: str) -> None:
-    """Histories and results of a parallel layer are those of one device, step by step; saved and loaded they go on so.
+    """A parallel layer has the histories and results of a single device, step by step, also after saving and loading.
 
-    The numbers are small integers times a power of two of each step, so that they are exact as long as they fit.
+    The numbers are small integers times a power of two per step, so they are exact as long as they fit.
     """
     case, rank = replace(DELAYED, kind=kind), group.rank()
     x, w, _, dy = drawn(case, whole=True)
@@ -525,7 +526,7 @@ def remembers(group, kind: str) -> None:
         assert called(group) == {"all_gather_rows"}
         assert_same(f"step {i}: history", layer.amax_history, alone.amax_history)
         assert layer.amax_history[0].tolist() == [t.abs().max() for t in (scaled[0], w, scaled[1])]
-        if i == 3:  # of the parallel layer
+        if i == 3:  # reload from the parallel layer
             fresh = delayed_layer(torch.zeros_like(w))
             fresh.load_state_dict(layer.state_dict() | {"weight": whole_of(layer.weight)})
             assert all(fresh.operations.scaling.seen)
@@ -538,10 +539,10 @@ def test_histories_are_those_of_one_device(kind):
 
 
 def test_scales_are_of_the_largest_of_the_last_steps():
-    """2**margin times what the window asks for; what is beyond becomes the largest fp8; evaluation notes nothing."""
+    """Scales are 2**margin times what the window needs; larger values saturate; evaluation records nothing."""
     w, x = torch.eye(4), torch.full((2, 4), 448.0)
     layer = delayed_layer(w, history=2)
-    assert torch.equal(layer(x * 2), x * 2)  # current: nothing is known yet
+    assert torch.equal(layer(x * 2), x * 2)  # current scaling: there is no history yet
     advance_fp8_(layer)
     assert torch.equal(layer(x * 4), x * 2)  # saturates
     layer.eval()
@@ -550,7 +551,7 @@ def test_scales_are_of_the_largest_of_the_last_steps():
     advance_fp8_(layer)
     assert layer.amax_history[:, 0].tolist() == [4 * 448, 2 * 448]
     assert torch.equal(layer(x * 8), x * 4)
-    for _ in range(2):  # no step is left that knows of the large ones
+    for _ in range(2):  # the window then holds no step with large values
         layer.amax.zero_()
         layer(x)
         advance_fp8_(layer)
@@ -596,7 +597,7 @@ def runs(group, code: str) -> None:
 
 
 def test_the_page_runs():
-    """Its first block, as it stands."""
+    """The first code block of the page runs unchanged."""
     code = (Path(fusedtp.__file__).parents[1] / "docs" / "fp8.md").read_text().split("```python\n")[1].split("```")[0]
     world(2).run(runs, code)
 
@@ -613,7 +614,7 @@ SEES_NOTHING = {
 @pytest.mark.parametrize("first", SEES_NOTHING)
 @pytest.mark.parametrize("known", [False, True])
 def test_what_a_step_has_not_seen_is_scaled_as_before(first, known):
-    """Three such steps, a history of two: before anything is known, and after a step that has seen all."""
+    """Three such steps with a history of two: before anything is recorded, and after a complete step."""
     generator = torch.Generator().manual_seed(0)
     layer = FP8Linear(32, 32, scales="tensor", history=2, min_rows=4)
     x, dy = (torch.randn(64, 32, generator=generator) for _ in range(2))
@@ -624,9 +625,10 @@ def test_what_a_step_has_not_seen_is_scaled_as_before(first, known):
         SEES_NOTHING[first](layer, x)
         advance_fp8_(layer)
     got, w = step(layer, x, dy), layer.weight.detach()
-    off = {kind: LOST[kind][0] / math.sqrt(3) for kind in (E4M3, E5M2)}  # of roundings as likely anywhere in a unit
+    off = {kind: LOST[kind][0] / math.sqrt(3) for kind in (E4M3, E5M2)}  # rms of roundings uniform within a unit
     for name, want, kind in (("y", x @ w.T, E4M3), ("dx", dy @ w, E5M2), ("dw", dy.T @ x, E5M2)):
-        # twice the deviation of a product of normal numbers; numbers beyond a scale are off by nearly all they are
+        # twice the standard deviation of a product of normal numbers; saturated numbers would be off by nearly all of
+        # their value
         assert (got[name] - want).norm() <= 2 * math.hypot(off[kind], off[E4M3]) * want.norm(), name
 
 

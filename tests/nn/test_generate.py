@@ -1,4 +1,4 @@
-"""A parallel model writes what the plain one writes, the same on every rank, wherever its logits lie."""
+"""A parallel model generates the same text as the plain one, on every rank, for any placement of the logits."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.parallel.support import batch, make, make_pair
 
 
 def plan(head: str) -> dict[str, str]:
-    """The model's own plan with another head: "whole" leaves it to every rank, for its own rows."""
+    """The model's own plan with another head: with "whole", every rank applies the full head to its own rows."""
     given = dict(make().tp_plan)
     if head == "whole":
         del given["lm_head"]
@@ -31,7 +31,7 @@ def continuations(group: object, head: str) -> list[tuple[torch.Tensor, torch.Te
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_dropout_is_off_while_generating_and_the_mode_comes_back(temperature: float, training: bool) -> None:
-    """Two dropout states and none give what the same model without dropout gives."""
+    """With two dropout states or none, the output is that of the same model without dropout."""
     ids, _ = batch(2, 3)
     want = generate(make(), ids, 4, temperature=temperature, seed=5)
     model = make(residual_dropout=0.5, embedding_dropout=0.5).train(training)

@@ -1,4 +1,4 @@
-"""The same modules on a GPU: kernels and branches that a CPU never takes."""
+"""The same modules on a GPU: kernels and branches that never run on a CPU."""
 
 import copy
 import math
@@ -33,10 +33,10 @@ def test_attention(dtype: torch.dtype, use_flex: bool, window: int | None, docum
 
 
 def attention_roundings(q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> float:
-    """What attention may lose, as a multiple of the dtype's eps and relative to the largest value.
+    """The error bound for attention, as a multiple of the dtype's eps and relative to the largest value.
 
-    q, k, v and the probabilities are rounded to the dtype, all else is fp32 (tf32 is off unless it is asked for). An
-    error of d in all scores turns a probability p into p exp(2 d) at most.
+    q, k, v and the probabilities are rounded to the dtype, all else is fp32 (tf32 is off by default). An error of d in
+    all scores turns a probability p into p exp(2 d) at most.
     """
     unit = torch.finfo(dtype).eps / 2
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
@@ -47,9 +47,10 @@ def attention_roundings(q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) ->
 
 
 def test_model() -> None:
-    """Loss and gradients, in fp64: the same formulas in other kernels.
+    """Loss and gradients in fp64: the same formulas in other kernels.
 
-    A sum of L terms errs as if its weights were off by (L + 2) / 2 eps; what one eps does to a gradient is measured.
+    A sum of L terms errs as if its weights were off by (L + 2) / 2 eps; the effect of one eps on a gradient is
+    measured.
     """
     config = ModelConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_key_value_heads=2, qk_norm=True,
@@ -88,7 +89,7 @@ def test_several_linear_layers_on_one_input(kept: torch.dtype, seen: list[bool])
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_clipping(norm_type: float) -> None:
-    """Norms of many gradients by few kernels; they are those of the CPU, within the order of a sum."""
+    """Norms of many gradients take few kernels and equal those of the CPU, up to the order of a sum."""
     shapes = [
         ((70, 33), torch.float32),
         ((5,), torch.bfloat16),
@@ -102,7 +103,7 @@ def test_clipping(norm_type: float) -> None:
     for p, q in zip(here, there, strict=True):
         assert p.grad is not None
         q.grad = p.grad.cuda()
-    # A largest magnitude is exact; a sum in another order is off like a random walk of its roundings.
+    # A largest magnitude is exact; a sum in another order differs like a random walk of its roundings.
     count = sum(p.numel() for p in here)
     off = 0.0 if norm_type == math.inf else math.sqrt(count) * torch.finfo(torch.float32).eps
     want, got = clip_grad_norm_(here, 1.0, norm_type), clip_grad_norm_(there, 1.0, norm_type)

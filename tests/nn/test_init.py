@@ -41,7 +41,7 @@ def test_chunk_of_is_torch_chunk(shape: list[int], world_size: int, data: st.Dat
 
 
 def sharded(group: object, seed: int) -> dict[str, bool]:
-    """Which parameters of a model cut in many ways are what init_ gives the plain model."""
+    """Which parameters of a sharded model equal what init_ gives the plain model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -75,7 +75,7 @@ def sharded(group: object, seed: int) -> dict[str, bool]:
 
 
 def test_any_slicing_holds_the_same_model() -> None:
-    """Two ranks of tensor parallelism by two of FSDP2, tied, a vocabulary of 7, made on the meta device."""
+    """Two ranks of tensor parallelism times two of FSDP2, tied weights, a vocabulary of 7, built on the meta device."""
     for equal in world(4).run(sharded, 3):
         assert equal and all(equal.values()), equal
 
@@ -131,10 +131,10 @@ def test_wrappers_do_not_change_a_name() -> None:
 
 
 def test_draws_are_fixed_for_all_time() -> None:
-    """Reproducing an old run needs the same draws: changing them is a decision, not an accident."""
+    """Reproducing an old run needs the same draws: they must not change by accident."""
     got = draw("layers.0.mlp.up_proj.weight", (3, 4), 0, 1.0, 0).flatten()[:4]
     want = torch.tensor([-0.1783023, 1.0523522, -0.0931831, -0.2482509])
-    # Box and Muller's formula has 6 operations and an angle of up to 2 pi; half of a last decimal is half an eps.
+    # Box and Muller's formula has 6 operations and an angle of up to 2 pi; half of the last decimal is half an eps.
     assert_close("draw", got, want, roundings=roundings_of(6, 1) + 2 * math.pi + 0.5)
 
 

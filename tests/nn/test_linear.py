@@ -1,4 +1,4 @@
-"""Linear layers: any dtype of activations over any dtype of parameters, and several on one input."""
+"""Linear layers: any activation dtype with any parameter dtype, and several layers on one input."""
 
 from collections.abc import Callable
 
@@ -40,9 +40,9 @@ def test_linear_rounds_once(tokens: int, k: int, n: int, bias: bool, kind: str) 
 
 
 def several_law(device: str, widths: list[int], dtype: torch.dtype, kept: torch.dtype, seen: list[bool]) -> None:
-    """Several weights on one x; dw of fp32 weights is exact to fp32, dx is rounded once more for each further weight.
+    """Several weights on one x; dw of fp32 weights is exact to fp32, dx is rounded once more per additional weight.
 
-    seen   which outputs a loss depends on
+    seen   the outputs that a loss depends on
     """
     tokens, k = 37, 24
     x = randn(tokens, k, seed=1).to(dtype)
@@ -85,7 +85,7 @@ def several_law(device: str, widths: list[int], dtype: torch.dtype, kept: torch.
     st.data(),
 )
 def test_several_on_one_input(widths: list[int], dtype: torch.dtype, wide: bool, data: st.DataObject) -> None:
-    """As on a CPU without 16-bit instructions, which takes the node that GPUs do."""
+    """As on a CPU without 16-bit instructions, which uses the same autograd node as GPUs."""
     seen = data.draw(st.lists(st.booleans(), min_size=len(widths), max_size=len(widths)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedtp.nn.linear.widens", lambda x: True)
@@ -94,7 +94,7 @@ def test_several_on_one_input(widths: list[int], dtype: torch.dtype, wide: bool,
 
 
 def test_a_backward_in_two_passes_makes_no_product_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As zero-bubble pipelines have it: the input pass makes the three dx, the weight pass the three dw."""
+    """As in zero-bubble pipelines: the input pass computes the three dx, the weight pass the three dw."""
     monkeypatch.setattr("fusedtp.nn.linear.widens", lambda x: True)
     made = dict.fromkeys(("matmul", "matmul_add", "matmul_as"), 0)
     for name in made:
@@ -144,7 +144,7 @@ def test_only_what_a_gradient_needs_is_kept(
 
 
 def test_layers_with_hooks_or_of_other_classes_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """project takes weights out of plain layers only."""
+    """`project` takes the weights of plain layers only."""
 
     class Doubled(Linear):
         def forward(self, x: torch.Tensor, layout: object = None) -> torch.Tensor:
@@ -164,7 +164,7 @@ def test_layers_with_hooks_or_of_other_classes_are_called(monkeypatch: pytest.Mo
 
 
 def test_hooks_of_all_modules_see_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tools that count flops or time by module hang on these."""
+    """Tools that count flops or time per module rely on these hooks."""
     monkeypatch.setattr("fusedtp.nn.linear.widens", lambda x: True)
     layers, seen = [Linear(4, 3), Linear(4, 5)], []
     handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, y: seen.append(module))
@@ -179,7 +179,7 @@ def test_hooks_of_all_modules_see_every_layer(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("dtype, other", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)])
 def test_autocast_to_another_16_bits(dtype: torch.dtype, other: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer computes in autocast's dtype, as torch's does, and its backward fits."""
+    """The layer computes in autocast's dtype, as torch's does, and its backward uses matching dtypes."""
     monkeypatch.setattr("fusedtp.nn.linear.widens", lambda x: True)
     x, w = torch.randn(5, 4).to(dtype).requires_grad_(), torch.randn(3, 4, requires_grad=True)
     with torch.autocast("cpu", other):
@@ -211,7 +211,7 @@ def test_project_is_each_linear() -> None:
 
 
 def test_a_parallel_object_takes_over() -> None:
-    """The hooks of hooks.py, called with what they are said to be called with."""
+    """The hooks of hooks.py get the documented arguments."""
 
     class Recorder:
         def project(self, *arguments: object) -> str:

@@ -1,4 +1,4 @@
-"""Head and loss in one, by pieces: the formula's value and gradients, and never the logits of all tokens."""
+"""Head and loss fused, in pieces: the formula's value and gradients, without the logits of all tokens in memory."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def draw(tokens: int, vocab: int, width: int, seed: int) -> SimpleNamespace:
 
 
 def formula(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
-    """0 without labels."""
+    """The loss by its formula; 0 without labels."""
     count = int((labels != IGNORED).sum())
     logits = x @ w.t() if b is None else x @ w.t() + b
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / max(count, 1)
@@ -90,7 +90,7 @@ def test_ranks_agree_with_the_formula(sizes, vocab, numbers, seed, sharded, main
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any tensor made in here has; a view is none that is made."""
+    """The size of the largest tensor allocated in this context; views do not count."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +121,7 @@ def test_the_logits_of_all_tokens_never_exist(dtype):
 
 
 def test_a_16_bit_weight_s_gradient_is_summed_over_pieces_in_fp32():
-    """One row a piece or all rows: integers make the same logits, and only the order of an fp32 sum differs."""
+    """One row per piece or all rows: integers give the same logits, and only the order of an fp32 sum differs."""
     at = draw(256, 5, 4, 3)
     x, w = (t.round().clamp(-2, 2).to(torch.bfloat16).requires_grad_() for t in (at.x, at.w))
     sums = []
@@ -130,17 +130,17 @@ def test_a_16_bit_weight_s_gradient_is_summed_over_pieces_in_fp32():
         linear_cross_entropy(x, w, at.labels, max_logits_bytes=limit).backward()
         sums.append(w.main_grad)
     count = int((at.labels != IGNORED).sum())
-    absolute = x.detach().double().abs().sum(0).expand(5, 4) / count  # a softmax minus one is at most 1
+    absolute = x.detach().double().abs().sum(0).expand(5, 4) / count  # a softmax minus one-hot is at most 1
     assert_within("dw", sums[0], sums[1].double(), roundings_of(2, 256) * torch.finfo(torch.float32).eps * absolute)
 
 
 @pytest.mark.parametrize("rows", [7, 1031, 5000], ids=lambda rows: f"{rows} rows a piece")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_16_bit_bias_s_gradient_is_rounded_once_after_all_rows(dtype, rows):
-    """Equal logits of four columns: entries of dlogits are 1/4 or -3/4, which no dtype rounds.
+    """Equal logits in four columns: entries of dlogits are 1/4 or -3/4, exact in every dtype.
 
-    So sums of rows are exact in fp32, and one rounding of the whole sum is all that 16 bits may lose. Rows are sorted
-    by label: sums of pieces are large and have more digits than 16 bits, and they cancel.
+    Sums of rows are therefore exact in fp32, and the only allowed error in 16 bits is one rounding of the whole sum.
+    Rows are sorted by label: sums of pieces are large, have more digits than 16 bits hold, and cancel.
     """
     vocab = 4
     labels = torch.arange(vocab).repeat_interleave(1031)
@@ -159,7 +159,7 @@ def test_without_gradients_none_is_made():
     at = draw(6, 5, 4, 1)
     with torch.no_grad(), Largest() as largest:
         linear_cross_entropy(at.x, at.w, at.labels, max_logits_bytes=8)
-    assert largest.elements <= 6  # a piece is one row of 5 logits; the losses of 6 tokens
+    assert largest.elements <= 6  # a piece is one row of 5 logits; there are losses of 6 tokens
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Cross-entropy of a split vocabulary against the formula on full logits."""
+"""Cross-entropy with a sharded vocabulary equals the formula on full logits."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ cases = st.tuples(st.integers(0, 6), st.integers(1, 9), st.integers(0, 1 << 30))
 
 
 def draw(tokens: int, vocab: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and labels, a quarter of them ignored."""
+    """Logits and labels; a quarter of the labels are ignored."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, vocab, (tokens,), generator=generator)
     labels[torch.rand(tokens, generator=generator) < 0.25] = IGNORED
@@ -106,8 +106,8 @@ def test_low_precision_logits_have_an_fp32_loss_and_a_gradient_rounded_once(dtyp
     assert loss.dtype == torch.float32
     assert_close("loss", loss, want, roundings=8)
     assert mine.grad is not None and mine.grad.dtype == dtype
-    # In fp32: a log-sum-exp of 40 terms, whose absolute error and that of the difference exp makes relative; the
-    # exponential; the one-hot; the scale. All but the first are operations of one or two terms, of the size of |logit|.
+    # In fp32: a log-sum-exp of 40 terms and a difference, whose absolute errors exp makes relative; then the
+    # exponential, the one-hot and the scale. All but the first have one or two terms, about as large as |logit|.
     assert theirs.grad is not None
     largest = 1 + logits.abs().max().item()
     fp32 = (roundings_of(1, 40) + roundings_of(4, 2) * 2 * largest) * torch.finfo(torch.float32).eps

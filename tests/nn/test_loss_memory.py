@@ -1,4 +1,4 @@
-"""Bytes that head and loss by pieces need: Note [Memory of the loss] in fusedtp/nn/linear_loss.py, and no more."""
+"""Memory of head and loss in pieces: what Note [Memory of the loss] in fusedtp/nn/linear_loss.py says, no more."""
 
 from collections.abc import Callable
 
@@ -10,15 +10,15 @@ from fusedtp.nn import linear_cross_entropy
 from fusedtp.nn import loss as loss_module
 from fusedtp.ops.matmul import widens
 
-V, K, ROWS = 1000, 64, 32  # of the vocabulary, the width, a piece
-STEPS = 1024  # a piece's columns with zeros behind, see Note [Steps of K on CPU] in ops/matmul.py
-FEW = 256 * ROWS + 16 * V  # numbers a row of the piece; a chunk of one row, widened, and what torch makes of it
+V, K, ROWS = 1000, 64, 32  # vocabulary, width, rows per piece
+STEPS = 1024  # columns of a piece, padded with zeros, see Note [Steps of K on CPU] in ops/matmul.py
+FEW = 256 * ROWS + 16 * V  # some numbers per row of the piece; a chunk of one row, widened, and its temporaries
 
 
 def peak_bytes(function: Callable[[], object]) -> tuple[int, int]:
-    """The most bytes that torch's allocator had given out while `function` ran, those before not counted; what is left.
+    """The peak of bytes that torch's allocator handed out while `function` ran, and the bytes still allocated after it.
 
-    Those that an operation takes for itself are among them.
+    Memory allocated before does not count; an operation's temporaries do.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         function()
@@ -50,7 +50,7 @@ def test_a_piece_of_logits_and_the_gradients_are_all_there_is(dtype, tokens, mai
     kept = tokens * K * size + V * K * 4
     widened = V * K * 4 + ROWS * V * 4 if widens(x) else 0
     operand = 512 * (ROWS + K) * 4 if size == 2 else 0  # a block of dweight's product, see ops/matmul.py
-    operand += ROWS * STEPS * 2 if size == 2 and not widens(x) else 0  # and of dx's, with zeros behind
+    operand += ROWS * STEPS * 2 if size == 2 and not widens(x) else 0  # and of dx's, padded with zeros
     assert kept <= left <= kept + FEW
     assert piece + kept <= most <= piece + kept + widened + operand + FEW
 

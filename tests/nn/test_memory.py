@@ -1,4 +1,4 @@
-"""What autograd keeps of each module: inputs and a few numbers a row, no wide copies."""
+"""Saved memory of each module: its inputs and a few numbers per row, no fp32 copies."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ ROW_NUMBERS = 64 * T + 8 * N  # bytes for labels, statistics, a weight
 
 
 def kept_bytes(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> int:
-    """Bytes of storage that the graph holds, each storage once."""
+    """Bytes of storage that the graph keeps alive, counting each storage once."""
     storages = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ CASES = {
     "loss": (lambda x: vocab_parallel_cross_entropy(x, labels), 1, [draw(T, N)]),
     "norm": (lambda x: rms_norm(x, torch.ones(N, requires_grad=True), 1e-5), 1, [draw(T, N)]),
     "gate": (lambda gate, up: gated(gate, up, "silu"), 2, [draw(T, N), draw(T, N)]),
-    "rotation": (lambda x: rotate(x, *tables), 2, [draw(1, T, 1, N)]),  # the tables, shared by all layers
+    "rotation": (lambda x: rotate(x, *tables), 2, [draw(1, T, 1, N)]),  # the tables are shared by all layers
 }
 
 

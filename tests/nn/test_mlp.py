@@ -1,4 +1,4 @@
-"""The gated MLP against its formula."""
+"""The gated MLP equals its formula."""
 
 import math
 

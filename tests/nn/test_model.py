@@ -69,7 +69,7 @@ def test_sequences_of_a_batch_do_not_see_each_other() -> None:
 
 
 def test_packed_documents_are_the_separate_documents() -> None:
-    """Two documents packed into one sequence, with positions that start anew."""
+    """Two documents packed into one sequence, with positions that restart."""
     model, first, second = make(), tokens(1, 4, 1), tokens(1, 3, 2)
     packed = model(
         torch.cat((first, second), 1),
@@ -96,7 +96,7 @@ def test_loss_is_cross_entropy_of_the_logits(tied: bool) -> None:
 
 
 def test_loss_gradcheck_through_the_whole_model() -> None:
-    """Every custom backward at once, against finite differences, for a few parameters of each kind."""
+    """All custom backwards at once, against finite differences, for a few parameters of each kind."""
     model, ids, labels = (
         make(num_hidden_layers=1, tie_word_embeddings=True, **WIDE),
         tokens(1, 3),
@@ -126,7 +126,7 @@ def test_activation_checkpointing_changes_nothing(dropout: float, kind: Recomput
     )
     other = copy.deepcopy(model)
     recompute_(other.layers, kind)
-    other = copy.deepcopy(other)  # has blocks of its own, not those of what it was copied from
+    other = copy.deepcopy(other)  # the copy has its own blocks, not those of the original
     for each in (model, other):
         each.set_dropout(1, 2)
         each(ids, labels).loss.backward()
@@ -137,7 +137,7 @@ def test_activation_checkpointing_changes_nothing(dropout: float, kind: Recomput
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_a_backward_in_two_passes_computes_again_once(kind: Recompute) -> None:
-    """As zero-bubble schedules run it; torch's dropout draws the same numbers again."""
+    """As in zero-bubble schedules; torch's dropout draws the same numbers again."""
 
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The mixture of experts on one process against a loop over tokens and choices."""
+"""The mixture of experts on one process equals a loop over tokens and choices."""
 
 import math
 from fractions import Fraction
@@ -46,7 +46,7 @@ def by_loop(experts: Experts, x, ids, weights):
     st.booleans(), st.sampled_from(list(ACTS)), st.sampled_from([0.0, 0.3, 1.0]), st.integers(0, 2**32),
 )  # fmt: skip
 def test_experts_equal_the_loop(tokens, dim, hidden, num_experts, top_k, gated, act, dropped, seed):
-    """fp64, so that what is left is the order of sums: 1e-12 of entries of the size of one."""
+    """fp64, so only the order of sums differs: 1e-12 for entries of about one."""
     top_k, act = min(top_k, num_experts), "silu" if gated and act in ("none", "relu") else act
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
@@ -76,7 +76,7 @@ def test_experts_equal_the_loop(tokens, dim, hidden, num_experts, top_k, gated, 
 @pytest.mark.parametrize("recv_capacity", [0.125, 0.5, 1.0, 1.625])
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_capacity_is_rounded_up_to_whole_rows(sizes, recv_capacity, top_k):
-    """The capacity of a rank is ceil(recv_capacity T k / W) rows, and at least one, on every rank alike."""
+    """The capacity of a rank is ceil(recv_capacity T k / W) rows, but at least one, and the same on every rank."""
     tokens, ranks = sum(sizes), len(sizes)
     want = max(1, math.ceil(Fraction(recv_capacity) * tokens * top_k / ranks))
 
@@ -92,7 +92,7 @@ def test_capacity_is_rounded_up_to_whole_rows(sizes, recv_capacity, top_k):
 
 
 def test_rows_that_fill_the_rounded_room_do_not_overflow():
-    """Three rows in a room of 0.9 of three, which is three."""
+    """Three rows with a capacity of 0.9 of three, which rounds up to three."""
     experts = Experts(4, 3, 2, recv_capacity=0.9)
     x, ids = torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64)
     assert experts(x, ids, torch.ones(3, 1)).shape == (3, 4)
@@ -124,7 +124,7 @@ def test_a_router_that_normalises_is_held_to_its_sum():
 
 
 def test_the_model_adds_the_routers_losses_once_a_step():
-    """Two microbatches with the step's count of labels give the gradient of one batch, up to the routers' own mean."""
+    """Each of two microbatches, given the step's label count, adds half of the router losses it adds on its own."""
     config = ModelConfig(
         vocab_size=13, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
         moe=MoEConfig(num_experts=4, top_k=2, hidden=6, first_dense=1, balance_loss=1.0, z_loss=0.1),
@@ -147,7 +147,7 @@ def test_the_model_adds_the_routers_losses_once_a_step():
 
 
 def test_the_router_loss_of_a_microbatch_is_weighed_by_the_labels_that_count():
-    """2 and 5 of 7 labels: adding and removing the router loss rounds twice, weighing it a few times more."""
+    """2 and 5 of 7 labels: adding and removing the router loss rounds twice, weighting it a few times more."""
     config = ModelConfig(
         vocab_size=13, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
         moe=MoEConfig(num_experts=4, top_k=2, hidden=6, balance_loss=1.0, z_loss=0.1),

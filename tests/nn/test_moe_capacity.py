@@ -1,4 +1,4 @@
-"""A bounded layer drops what the definition drops of the whole batch, however tokens and experts are split."""
+"""A layer with a capacity drops what the definition drops from the whole batch, for any split of tokens and experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RULES = ("position", "probability")
 
 
 def made(k: int, capacity: float | None, drop: str, seed: int) -> MoE:
-    """The same for a seed; experts have a taste for the first coordinate, so that some are in demand."""
+    """A layer fixed by the seed; routing depends on the first coordinate, so that some experts are in demand."""
     moe = MoE(DIM, 3, NUM, k, capacity=capacity, drop=drop, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def tokens_of(count: int, seed: int) -> Tensor:
 
 
 def routed(moe: MoE, x: Tensor, sizes: tuple[int, ...]) -> tuple[list[Tensor], list[Routing]]:
-    """Every rank's (y, dx), of the sum of y's entries, and what its router decided; the experts are split too."""
+    """Every rank's (y, dx), for the sum of y's entries, and its router's decision; experts are split as well."""
 
     def body(group):
         own = made(moe.router.top_k, moe.capacity, moe.drop, 0)
@@ -61,7 +61,7 @@ def routed(moe: MoE, x: Tensor, sizes: tuple[int, ...]) -> tuple[list[Tensor], l
     st.sampled_from(["0.01", "0.3", "0.7", "1", "1.5", "12"]), st.sampled_from(RULES), st.integers(0, 2**20),
 )  # fmt: skip
 def test_the_dropped_choices_are_those_of_the_definition(sizes, k, factor, drop, seed):
-    """Of the whole batch, whatever the split; a token without a choice left gets nothing, and gives no gradient."""
+    """For the whole batch and any split; a token that lost all choices gets zero, and its gradient is zero."""
     x = tokens_of(sum(sizes), seed)
     moe = made(k, float(factor), drop, seed)
     free = moe.router(x)
@@ -82,7 +82,7 @@ def test_the_dropped_choices_are_those_of_the_definition(sizes, k, factor, drop,
 
 @pytest.mark.parametrize("drop", RULES)
 def test_any_split_of_tokens_and_experts_gives_the_same_output(drop: str):
-    """What stays of a token's choices meets the same experts: the same sums, in fp64, in the same order."""
+    """A token's remaining choices use the same experts: the same fp64 sums in the same order."""
     x, moe = tokens_of(24, 3), made(3, 0.3, drop, 3)
     (whole,), (routing,) = routed(moe, x, (24,))
     assert 0 < int(routing.dropped.sum()) < 24 * 3 and (routing.expert_ids < 0).all(1).any()
@@ -98,7 +98,7 @@ class Nothing(torch.nn.Module):
 
 @pytest.mark.parametrize("drop", RULES)
 def test_a_block_leaves_a_token_without_a_choice_as_attention_made_it(drop: str):
-    """The residual path alone, to the bit."""
+    """Only the residual path, bit for bit."""
     block = make(moe=MoEConfig(num_experts=NUM, top_k=2, hidden=3, capacity=0.5, drop=drop)).layers[0]
     x = torch.randn(24, SMALL["hidden_size"], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     layout = TokenLayout(1, 24, routings=Collected())

@@ -1,7 +1,7 @@
-"""Experts have no order: other numbers for them, in all that goes by their number, change nothing.
+"""Experts have no order: renumbering them, in everything that is indexed by expert, changes nothing.
 
-No bit of outputs and gradients of experts, on exact inputs; of a whole layer, whose scores round, no more than sums in
-another order do.
+Outputs and gradients of experts on exact inputs are equal bit for bit; those of a whole layer, whose scores round,
+differ no more than sums in another order do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fusedtp.nn.experts import Experts
 from fusedtp.nn.layout import Collected
 from tests.properties.laws import assert_same
 
-NUM, DIM, HIDDEN = 12, 5, 4  # experts, of which 1, 2, 3 and 4 ranks have as many each
+NUM, DIM, HIDDEN = 12, 5, 4  # 1, 2, 3 and 4 ranks divide the experts
 
 
 def whole(generator: torch.Generator, dtype: torch.dtype, *shape: int, most: int = 1) -> Tensor:
@@ -27,14 +27,14 @@ def whole(generator: torch.Generator, dtype: torch.dtype, *shape: int, most: int
 
 
 def fill(module: torch.nn.Module, generator: torch.Generator, order: Tensor) -> None:
-    """Small integers, drawn expert by expert and then put in this order."""
+    """Fill with small integers, drawn expert by expert and then permuted."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(whole(generator, parameter.dtype, *parameter.shape)[order])
 
 
 def gradients(module: torch.nn.Module, parts: list[dict[str, Tensor]], order: Tensor) -> dict[str, Tensor]:
-    """Whole gradients of what goes by experts from what ranks have of them, in the order of experts as drawn."""
+    """Full gradients of the parameters indexed by expert, joined from the ranks' parts, in the order drawn."""
     found = {}
     for name, parameter in module.named_parameters():
         each = [part[name] for part in parts]
@@ -86,7 +86,7 @@ def experts_law(size: int, tokens: int, k: int, act: str, dtype: torch.dtype, dr
     st.integers(0, 2**32),
 )  # fmt: skip
 def test_experts_by_other_numbers_give_the_same_bits(size, tokens, k, act, dtype, dropped, seed):
-    """At most 5 * 4 products of integers and of powers of two in a row of sums: none rounds, in bf16 neither."""
+    """Each sum has at most 5 * 4 products of integers and powers of two: none rounds, not even in bf16."""
     experts_law(size, tokens, k, act, dtype, dropped, seed)
 
 
@@ -100,7 +100,7 @@ ROUTERS = {
 
 
 def other_order(groups: int, generator: torch.Generator) -> Tensor:
-    """Experts in another order that leaves together those of a group."""
+    """A permutation of the experts that keeps each group together."""
     members = torch.arange(NUM).view(groups, -1)[torch.randperm(groups, generator=generator)]
     return torch.cat([of[torch.randperm(len(of), generator=generator)] for of in members])
 
@@ -143,6 +143,6 @@ def layer_law(size: int, options: dict, seed: int) -> None:
 @pytest.mark.parametrize("options", ROUTERS)
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_layer_whose_experts_have_other_numbers_is_the_same(size: int, options: str):
-    """fp64, and random, so that no tie is near: 1e-11 is far more than its sums of some hundred terms may lose."""
+    """Random fp64, so that no tie is near: 1e-11 is far above the error of its sums of a few hundred terms."""
     for seed in range(2):
         layer_law(size, ROUTERS[options], seed)

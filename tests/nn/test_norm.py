@@ -1,4 +1,4 @@
-"""RMSNorm against its formula."""
+"""RMSNorm equals its formula."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_a_strided_input_needs_no_copy_by_the_caller() -> None:
 
 
 def test_a_norm_with_a_forward_of_its_own_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where kernels would take the plain one, with the sum before it and without."""
+    """Even where kernels would replace a plain norm, with and without the preceding sum."""
 
     class Doubled(RMSNorm):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

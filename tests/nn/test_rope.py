@@ -1,4 +1,4 @@
-"""Rotary positions against complex rotation, and the scalings against their papers' formulas."""
+"""Rotary positions equal complex rotation, and the scalings equal their papers' formulas."""
 
 import math
 
@@ -14,15 +14,15 @@ from tests.nn.support import assert_close, assert_same_function, randn
 
 
 def turned_by(position: int, theta: float, size: float) -> float:
-    """Roundings, in eps, of a number of that size that is turned by position * theta^-e, an angle of up to `position`.
+    """The error, in eps, of a number of this size rotated by position * theta^-e, an angle of up to `position`.
 
-    See power_units: the angle is off by position times the frequency's error and two roundings, its cosine by as much.
+    See power_units: the angle is off by position times the frequency's error, plus two roundings; so is its cosine.
     """
     return size * position * (power_units(theta) + 2) / 2
 
 
 def power_units(theta: float) -> float:
-    """Relative error of theta^-e, 0 <= e < 1, in units of u: that of e counts ln(theta) times; pow and 1 / x round."""
+    """Relative error of theta^-e, 0 <= e < 1, in units of u: e's error times ln(theta), then pow and 1 / x round."""
     return math.log(theta) + 4
 
 
@@ -57,7 +57,7 @@ def test_scores_depend_on_distance_only(a: int, b: int, shift: int) -> None:
         ]
         return (rotate(q, *tables[0]) * rotate(k, *tables[1])).sum()
 
-    # Both vectors of both scores are turned by up to 1000, and 16 products summed.
+    # Both vectors of both scores are rotated by up to 1000, and 16 products are summed.
     size = (q.norm() * k.norm()).item()
     assert_close("score", score(a + shift, b + shift), score(a, b), roundings=4 * turned_by(1000, 10000.0, size) + 18)
 
@@ -105,8 +105,8 @@ def test_llama3_scaling_is_its_formula(half: int, factor: float, context: int, l
             frequency = (1 - smooth) * frequency / factor + smooth * frequency
         want.append(frequency)
     assert attention == 1.0
-    # On the ramp keep = (turns - low) / (high - low) is off by the error of turns <= high; what it keeps weighs against
-    # what it divides, plain / factor at least.
+    # On the ramp, keep = (turns - low) / (high - low) is off by the error of turns <= high; the kept part is added to
+    # the scaled one, which is at least plain / factor.
     units = power_units(500000.0) + 6
     bound = (units + factor * high / (high - low) * units) * 2.0**-24
     assert ((got.double() / torch.tensor(want, dtype=torch.float64)) - 1).abs().max() < bound
@@ -120,7 +120,7 @@ def test_yarn_scaling_is_its_formula(half: int, factor: float, context: int) -> 
         return 2 * half * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(10000.0))
 
     low, high = max(math.floor(bound(32)), 0), min(math.ceil(bound(1)), 2 * half - 1)
-    units = power_units(10000.0) + 4 * factor  # the ramp rounds 4 times, relative to plain / factor at least
+    units = power_units(10000.0) + 4 * factor  # the ramp rounds 4 times, relative to at least plain / factor
     for i in range(half):
         plain = 10000.0 ** (-i / half)
         extrapolate = 1 - min(max((i - low) / (high - low if high > low else 1e-3), 0.0), 1.0)

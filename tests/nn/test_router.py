@@ -1,4 +1,4 @@
-"""The router's choice and its options in training against the papers' formulas, token by token; bad arguments."""
+"""The router's choice and its training options equal the papers' formulas, token by token; bad arguments."""
 
 from random import Random
 
@@ -21,7 +21,7 @@ from tests.nn.support import assert_close, randn
 @settings(max_examples=60)
 @given(options(), st.sampled_from([0, 5]), st.integers(0, 1 << 30))
 def test_experts_and_weights_are_the_definition_with_ties(spec, tokens, seed):
-    """Integer logits of few values tie nearly always; a bias of few values too."""
+    """Integer logits with few values tie nearly always; so does a bias with few values."""
     generator = torch.Generator().manual_seed(seed)
     experts = spec["num_experts"]
     logits = torch.randint(-2, 3, (tokens, experts), generator=generator).double()
@@ -55,7 +55,7 @@ def test_ties_between_groups_go_to_the_lower_id_too(groups, each, group_score, d
 @settings(max_examples=20)
 @given(options(), st.integers(0, 1 << 30))
 def test_relabelling_experts_permutes_the_choice(spec, seed):
-    """Whole groups move, and the experts inside them."""
+    """Whole groups are permuted, and so are the experts inside them."""
     random = Random(seed)
     groups, each = spec["num_groups"], spec["num_experts"] // spec["num_groups"]
     order = [g * each + i for g in random.sample(range(groups), groups) for i in random.sample(range(each), each)]
@@ -101,7 +101,7 @@ def test_a_nan_changes_no_other_token_s_expert_by_sinkhorn_and_shows(score):
 
 
 def test_masked_groups_stay_closed_whatever_the_keys_are():
-    """A bias of -inf must not make an expert of a closed group as good as one of an open group."""
+    """A bias of -inf must not make an expert of a closed group equal to one of an open group."""
     bias = torch.tensor([0.0, 0.0, -torch.inf, 0.0, 1.0, -torch.inf])
     got = routed(torch.zeros(2, 6), bias, num_experts=6, top_k=2, num_groups=3, top_groups=1, bias=True,
                  group_score="max")  # fmt: skip

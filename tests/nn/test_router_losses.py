@@ -1,4 +1,4 @@
-"""Losses and gradients of a router whose tokens are split over ranks are those of one process; precision; compiling."""
+"""A router with tokens split over ranks has the losses and gradients of a single process; precision; compiling."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from tests.nn.support import ROUNDINGS, assert_close, assert_within, randn
 
 
 def on_ranks(group, x, weight, bias, spec, split, dy) -> dict[str, Tensor]:
-    """What this rank gets of its rows, and the gradients of weights . dy + all losses."""
+    """This rank's results for its rows, and the gradients of weights . dy + all losses."""
     batch, length, sizes = split
     layout = TokenLayout(batch, length, sizes, group.rank())
     router = router_of(weight, bias, **spec)
@@ -74,7 +74,7 @@ def test_losses_and_gradients_are_those_of_one_process(spec, split, seed, kind):
 
 
 def two_by_two(group: object, x: Tensor, weight: Tensor, pairs: list, spec: dict) -> dict[str, Tensor]:
-    """Four ranks; each pair splits two of four sequences, and all of them make up the batch."""
+    """Four ranks; each pair splits two of four sequences, and together they form the batch."""
     pair, rank = divmod(group.rank(), 2)  # type: ignore[attr-defined]
     layout = TokenLayout(2, 3, (4, 2), rank)
     mine = layout.take(x[6 * pair : 6 * pair + 6]).clone().requires_grad_()
@@ -159,7 +159,7 @@ def test_arithmetic_is_fp32_at_least_and_gradients_are_rounded_once(dtype):
 
 
 def test_16_bit_x_is_kept_for_the_backward_as_it_came():
-    """fp32 x is four bytes an element more, in every layer."""
+    """An fp32 copy of x would cost four more bytes per element, in every layer."""
     saved = []
     x = randn(9, 32).bfloat16().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -191,7 +191,7 @@ def compiled_rank(group, x: Tensor, sizes: tuple[int, ...]) -> None:
 
 
 class Waits(TorchDispatchMode):
-    """Notes every operation by which the host would wait for a GPU, or learn a shape from data."""
+    """Records every operation on which the host would wait for a GPU, or learn a shape from data."""
 
     NAMES = ("_local_scalar_dense", "nonzero", "bincount", "masked_select", "_unique", "unique_dim", "equal")
 
@@ -227,7 +227,7 @@ def test_the_host_waits_for_nothing(spec):
     assert VirtualWorld(2).run(rank_main) == [set(), set()]
     with Waits() as waits:
         torch.ones(2)[torch.tensor([True, False])].sum().item()
-    assert waits.seen == {"index", "_local_scalar_dense"}  # it sees them
+    assert waits.seen == {"index", "_local_scalar_dense"}  # it detects them
 
 
 def test_compiled_it_is_the_same():

@@ -1,7 +1,8 @@
-"""What the kernels of cross-entropy must fulfil, on any device: fp64's values, within what fp32 may lose.
+"""Laws of the cross-entropy kernels on any device: they equal the fp64 values within fp32's rounding error.
 
-See pointwise_laws.py for what a sum or an exponential loses. A logit's term of the sum is an exponential of its
-distance to the largest logit, in steps: from one maximum to the next larger one. The steps add up to that distance.
+pointwise_laws.py bounds the error of a sum and of an exponential. Each term of the sum is an exponential of the logit's
+distance to the largest logit, taken in steps: from one maximum to the next larger one. The steps add up to that
+distance.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from fusedtp.ops import cross_entropy
 from tests.nn.support import assert_within
 from tests.ops.pointwise_laws import Draw, E, exact
 
-FEWEST = 16  # columns of a step
-TINY = torch.finfo(torch.float32).tiny  # below it an exponential may be 0
+FEWEST = 16  # columns per step
+TINY = torch.finfo(torch.float32).tiny  # below this an exponential may flush to 0
 
 
 def labels_of(draw: Draw, start: int) -> Tensor:
-    """Some are columns here, some are of other ranks, some ignored."""
+    """Some labels are columns of this rank, some belong to other ranks, some are ignored."""
     generator = torch.Generator().manual_seed(draw.seed + 1)
     labels = torch.randint(start - 2, start + draw.width + 2, (draw.rows,), generator=generator)
     labels[torch.rand(draw.rows, generator=generator) < 0.2] = -100
@@ -43,9 +44,9 @@ def stats_law(draw: Draw, start: int) -> None:
         assert (stats[:, 0] == -torch.inf).all()
         return
     lse, largest = x.logsumexp(1), x.amax(1, keepdim=True)
-    distance = ((largest - x) * (x - lse[:, None]).exp()).sum(1)  # to the largest logit, as the terms weigh
+    distance = ((largest - x) * (x - lse[:, None]).exp()).sum(1)  # softmax-weighted distance to the largest logit
     steps = draw.width / FEWEST + 3
-    relative = (draw.width + 2) / 2 + 3 * steps + 2 * distance  # of the sum, in eps
+    relative = (draw.width + 2) / 2 + 3 * steps + 2 * distance  # error of the sum, in eps
     lost = (relative + 2 + 2 * (lse - largest[:, 0]).abs() + lse.abs()) * E
     assert_within("lse", stats[:, 0], lse, lost)
 
@@ -71,7 +72,7 @@ def gradient_law(draw: Draw, start: int, inplace: bool) -> None:
 
 
 def exact_law(draw: Draw, start: int) -> None:
-    """Logits that are all one number or -inf: the exponentials are 1 or 0, and nothing rounds but the logarithm."""
+    """All logits are one number or -inf: the exponentials are 1 or 0, and only the logarithm rounds."""
     generator = torch.Generator().manual_seed(draw.seed)
     level = torch.randint(-8, 9, (draw.rows, 1), generator=generator).double()
     present = torch.rand(draw.rows, draw.width, generator=generator) < 0.5
@@ -88,7 +89,7 @@ def exact_law(draw: Draw, start: int) -> None:
 
 
 def odd_law(draw: Draw, share: float) -> None:
-    """Infinite logits and nan come out as torch has them; where the scale is zero, the gradient is."""
+    """Infinite and NaN logits give what torch gives; where the scale is zero, so is the gradient."""
     (logits,), labels = draw.tensors((draw.rows, draw.width)), labels_of(draw, 0)
     generator = torch.Generator().manual_seed(draw.seed + 3)
     for odd in (torch.inf, -torch.inf, torch.nan):
@@ -97,7 +98,7 @@ def odd_law(draw: Draw, share: float) -> None:
         logits.masked_fill_(where.to(draw.device), odd)
     want = exact(logits).logsumexp(1)
     lse = cross_entropy.stats(logits, labels, 0)[:, 0]
-    torch.testing.assert_close(exact(lse), want, rtol=0, atol=1e-4, equal_nan=True)  # as finite logits: stats_law
+    torch.testing.assert_close(exact(lse), want, rtol=0, atol=1e-4, equal_nan=True)  # finite logits: see stats_law
     scale = (labels != -100).float()
     got = exact(cross_entropy.gradient(logits, labels, 0, lse, scale))
     x, total = exact(logits), exact(lse)[:, None]
@@ -108,7 +109,7 @@ def odd_law(draw: Draw, share: float) -> None:
 
 
 def loss_law(draw: Draw, piece_rows: int) -> None:
-    """The losses of fusedtp.nn by these kernels, wherever they run: torch's own, and the caller's logits survive."""
+    """The losses of fusedtp.nn equal torch's where these kernels run, and the caller's logits are not overwritten."""
     x, w = (t.requires_grad_() for t in draw.tensors((draw.rows, 8), (draw.width, 8)))
     labels = labels_of(draw, 0)
     labels = labels.where((labels >= 0) & (labels < draw.width), -100)
@@ -125,7 +126,7 @@ def loss_law(draw: Draw, piece_rows: int) -> None:
     assert torch.equal(before.detach(), logits), "the logits survive"
     want = F.cross_entropy(theirs[0] @ theirs[1].t(), labels.cpu(), reduction="sum") / count
     want.backward()
-    # logits, gradient and dx are rounded to the dtype, each with the size that follows
+    # logits, gradient and dx are rounded to the dtype, each in proportion to its size below
     eps = torch.finfo(draw.dtype).eps
     size = float(theirs[0].detach().abs().max() * theirs[1].detach().abs().max()) * 8 if draw.rows else 0.0
     for name, got in (("pieces", loss), ("whole", apart)):

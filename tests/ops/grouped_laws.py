@@ -1,6 +1,6 @@
-"""What the matmuls of ragged groups must fulfil, by any engine on any device: fp64's formula, expert by expert.
+"""Laws of the grouped matmuls, for any engine on any device: they equal the fp64 formula, expert by expert.
 
-Rows that belong to no expert hold NaN, in operands and in output gradients, and so does all that is allocated.
+Rows that belong to no expert hold NaN, in operands and in output gradients, and so does all newly allocated memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ new_empty = torch.Tensor.new_empty
 
 @dataclass(frozen=True)
 class Draw:
-    """Operands of one test. sizes: rows of each expert; spare: rows after them that belong to nobody."""
+    """The operands of one test. sizes: rows of each expert; spare: rows after them that belong to no expert."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -58,7 +58,7 @@ class Draw:
         return self.spared(x)
 
     def spared(self, x: Tensor) -> Tensor:
-        """x with the spare rows after it, laid out and on the device, in the dtype."""
+        """x followed by the spare rows, laid out on the device in the dtype."""
         x = torch.cat((x, x.new_full((self.spare, x.shape[1]), NAN)))
         return laid_out(x.to(self.device, self.dtype), self.layout)
 
@@ -68,7 +68,7 @@ class Draw:
 
 
 def poisoned(like: Tensor, *shape: int, **on: object) -> Tensor:
-    """new_empty full of NaN; offsets, which the interpreter copies by it too, as they come."""
+    """new_empty filled with NaN; offsets, which the interpreter also copies with new_empty, are left as they are."""
     made = new_empty(like, *shape, **on)
     return made.fill_(NAN) if made.is_floating_point() else made
 
@@ -79,7 +79,7 @@ def integers(shape: tuple[int, ...], most: int, seed: int) -> Tensor:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same numbers in memory that has NaN around them, on x's device: a copy to another would close the gaps."""
+    """The same numbers on x's device with NaN around them in memory: a copy to another device would drop the gaps."""
     if layout == "plain":
         return x
     if layout == "transposed":
@@ -89,7 +89,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     *outer, rows, cols = x.shape
     if layout == "strided":
         return x.new_full((*outer, rows, 2 * cols + 1), NAN)[..., : 2 * cols : 2].copy_(x)
-    return x.new_full((*outer, 2 * rows, cols), NAN)[..., :rows, :].copy_(x)  # the first half of one
+    return x.new_full((*outer, 2 * rows, cols), NAN)[..., :rows, :].copy_(x)  # the first half of a larger tensor
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
@@ -101,11 +101,11 @@ def activated(x: Tensor, activation: str) -> Tensor:
 
 
 def lost_by(activation: str, x: Tensor) -> Tensor:
-    """What an activation of exact numbers and a product lose in fp32.
+    """The fp32 error of an activation of an exact number, times a factor.
 
-    exp(t) loses (2 + |t|) E, of which 1 / (1 + exp(t)) takes its share; t is -x, or for the tanh form a cubic of x
-    with four roundings. What overflows, or is below the smallest normal number, becomes 0. The error function is off by
-    2 E of one; torch takes tanh's difference from one, in fp64, where that is small.
+    exp(t) has an error of (2 + |t|) E, and 1 / (1 + exp(t)) inherits part of it; t is -x, or for the tanh form a cubic
+    of x with four roundings. An overflow, or a value below the smallest normal number, becomes 0. The error function is
+    off by 2 E of one; torch takes tanh's difference from one, in fp64, where that is small.
     """
     size = activated(x, activation).abs()
     if activation == "gelu":
@@ -116,7 +116,7 @@ def lost_by(activation: str, x: Tensor) -> Tensor:
 
 
 def wanted_matmul(draw: Draw, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Of the rows that belong to experts, in fp64."""
+    """The rows that belong to experts, in fp64."""
     out = exact(x).new_zeros(draw.used, w.shape[1])
     for e, rows in enumerate(draw.experts()):
         out[rows] = exact(x)[rows] @ exact(w)[e].t() + (0 if bias is None else exact(bias)[e])
@@ -128,7 +128,7 @@ def wanted_wgrad(draw: Draw, dy: Tensor, x: Tensor) -> Tensor:
 
 
 def check(name: str, got: Tensor, want: Tensor) -> None:
-    """Equal bit by bit, but for the sign of zero, to fp64's number rounded once."""
+    """Bitwise equal, except for the sign of zero, to the fp64 number rounded once."""
     assert got.shape == want.shape, (name, got.shape, want.shape)
     assert torch.equal(got.detach().cpu(), want.to(got.dtype)), (
         name,
@@ -138,7 +138,7 @@ def check(name: str, got: Tensor, want: Tensor) -> None:
 
 @patch.object(torch.Tensor, "new_empty", poisoned)
 def matmul_law(draw: Draw, biased: bool) -> None:
-    """y and all gradients of integers, bit by bit."""
+    """y and all gradients of integer inputs are exact, bit for bit."""
     x, w = draw.rows(draw.k), draw.weights(draw.n, draw.k)
     bias = integers((len(draw.sizes), draw.n), 2, draw.seed + 2).to(draw.dtype).to(draw.device) if biased else None
     dy = draw.rows(draw.n, seed=3)
@@ -158,7 +158,7 @@ def matmul_law(draw: Draw, biased: bool) -> None:
 
 
 def saturated(draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
-    """x, gate, up with gate's product over 128 or below -128: act is its argument or 0 there, and its slope 1 or 0."""
+    """x, gate, up with gate's product above 128 or below -128: act is its argument or 0 there, and its slope 1 or 0."""
     x = integers((draw.used, draw.k), 1, draw.seed)
     gate = integers((len(draw.sizes), draw.n, draw.k), 1, draw.seed + 1)
     up = integers((len(draw.sizes), draw.n, draw.k), 1, draw.seed + 2)
@@ -170,7 +170,7 @@ def saturated(draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
 
 @patch.object(torch.Tensor, "new_empty", poisoned)
 def gated_law(draw: Draw) -> None:
-    """act(g) * u and all gradients where the activation is exact, bit by bit."""
+    """act(g) * u and all gradients are exact, bit for bit, where the activation is exact."""
     x, gate, up = saturated(draw)
     dy = draw.rows(draw.n, most=1, seed=3)
     leaves = [t.detach().requires_grad_() for t in (x, gate, up)]
@@ -190,7 +190,7 @@ def gated_law(draw: Draw) -> None:
 
 @patch.object(torch.Tensor, "new_empty", poisoned)
 def activation_law(draw: Draw) -> None:
-    """act(g) * u of small integers, and its gradients, within what the activation loses in fp32."""
+    """act(g) * u of small integers, and its gradients, are within the activation's fp32 error."""
     assert draw.k == 1 and draw.used
     x = draw.spared(torch.linspace(-9, 9, draw.used).double()[:, None])
     one = torch.ones(len(draw.sizes), draw.n, 1, dtype=draw.dtype, device=draw.device)
@@ -203,13 +203,13 @@ def activation_law(draw: Draw) -> None:
     lost = lost_by(draw.act, a)
     assert_within("y", y[: draw.used], activated(a, draw.act) * a, (lost + E * a.abs()) * a.abs())
     assert_within("du", du[: draw.used], activated(a, draw.act) * grad, (lost + E * a.abs()) * grad.abs())
-    # its slope bends by less than 2, and comes of the same exponential and a few more roundings
+    # the slope's derivative is below 2; the slope uses the same exponential and a few more roundings
     size = (grad * a).abs()
     assert_within("dg", dg[: draw.used], leaf.grad * a * grad, 32 * E * (1 + a.abs()) * size)
 
 
 def bounds_law(draw: Draw) -> None:
-    """Random numbers: each sum within its roundings of fp64's."""
+    """Random numbers: each sum is within its rounding error of the fp64 sum."""
     x, w, dy = numbers(draw)
     leaves = [t.detach().requires_grad_() for t in (x, w)]
     y = fusedtp.grouped_matmul(*leaves, draw.offsets, engine=draw.engine)
@@ -233,7 +233,7 @@ def numbers(draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def repeat_law(draw: Draw) -> None:
-    """The same bits from run to run, forward and backward."""
+    """Repeated runs give the same bits, forward and backward."""
     x, w, dy = numbers(draw)
 
     def run() -> list[Tensor]:
@@ -251,7 +251,7 @@ def repeat_law(draw: Draw) -> None:
 
 
 def launched(plan: Any, *args: Any) -> Any:
-    """The outputs of a launch."""
+    """Start a planned launch and return its outputs."""
     device = next(t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)).device
     launch, outs = plan(*args, machine_of(device))
     launch.start(device)
@@ -260,7 +260,7 @@ def launched(plan: Any, *args: Any) -> Any:
 
 @patch.object(torch.Tensor, "new_empty", poisoned)
 def tiles_law(draw: Draw, config: Config) -> None:
-    """The launchers with small tiles, of which experts have several, with tails: two weights, gate, wgrad."""
+    """The launchers with small tiles: several per expert, with tails; two weights, gate, wgrad."""
     x, x2, dy = draw.rows(draw.k), draw.rows(draw.k, seed=5), draw.rows(draw.n, seed=3)
     w, w2 = draw.weights(draw.n, draw.k), draw.weights(draw.n, draw.k, seed=2)
     bias = integers((len(draw.sizes), draw.n), 2, draw.seed + 4).to(draw.dtype).to(draw.device)
@@ -268,7 +268,7 @@ def tiles_law(draw: Draw, config: Config) -> None:
     y = launched(engines.plan_matmul, [x, x2], [w, w2], strided, bias, config, "ieee")
     check("y", y[: draw.used], wanted_matmul(draw, x, w, bias) + wanted_matmul(draw, x2, w2))
     other = laid_out(w2.contiguous(), "transposed" if draw.layout == "plain" else "plain")
-    for second in (w2, other):  # of w's strides, and of others
+    for second in (w2, other):  # with w's strides, and with other strides
         _, g, u = launched(engines.plan_gated, x, w, second, draw.offsets, draw.act, True, config, "ieee")
         check("g", g[: draw.used], wanted_matmul(draw, x, w))
         check("u", u[: draw.used], wanted_matmul(draw, x, w2))
@@ -281,7 +281,7 @@ def tiles_law(draw: Draw, config: Config) -> None:
 
 @patch.object(torch.Tensor, "new_empty", poisoned)
 def reach_law(draw: Draw) -> None:
-    """Offsets that leave the rows (nobody checks them on a GPU) are cut: nothing outside is read or written."""
+    """Offsets outside the rows, which nothing checks on a GPU, are clamped: no access is out of bounds."""
     assert draw.spare == 0 and len(draw.sizes) == 3
     a, r = draw.sizes[0], draw.used
     wild = torch.tensor([-5, a, r + 1000, r + 2000], dtype=torch.int32, device=draw.device)
@@ -297,7 +297,7 @@ def reach_law(draw: Draw) -> None:
 
 
 def main_grad_law(draw: Draw) -> None:
-    """Weights with a main_grad: the fp32 sum of each product of integers, of which no 16 bits hold."""
+    """Weights with a main_grad: integer products accumulate in fp32, where 16 bits could not hold the sums."""
     x, gate, up = saturated(draw)
     dy, offsets = draw.rows(draw.n, most=1, seed=3), draw.offsets
     weights = [torch.nn.Parameter(w.detach().clone()) for w in (gate, up, gate)]
@@ -313,7 +313,7 @@ def main_grad_law(draw: Draw) -> None:
 
 
 def composed_law(draw: Draw) -> None:
-    """An expert MLP whose rows are used twice, and gradients of rows alone: undefined rows taint no defined one."""
+    """An expert MLP that uses its rows twice: undefined rows do not taint defined rows or their gradients."""
     x, gate, up = saturated(draw)
     down, dz = draw.weights(draw.k, draw.n, most=1, seed=7), draw.rows(draw.k, most=1, seed=8)
     leaf = x.detach().requires_grad_()
@@ -330,7 +330,7 @@ def composed_law(draw: Draw) -> None:
 
 
 def vendor_law(draw: Draw, biased: bool) -> None:
-    """What `chunked` does on a GPU, by torch's grouped_mm."""
+    """The `chunked` engine on a GPU, through torch's grouped_mm."""
     x, x2, dy = draw.rows(draw.k), draw.rows(draw.k, seed=5), draw.rows(draw.n, seed=3)
     w, w2 = draw.weights(draw.n, draw.k), draw.weights(draw.n, draw.k, seed=2)
     bias = integers((len(draw.sizes), draw.n), 2, draw.seed + 4).to(draw.dtype).to(draw.device) if biased else None
@@ -342,7 +342,7 @@ def vendor_law(draw: Draw, biased: bool) -> None:
 
 
 def opcheck_law(engine: str) -> None:
-    """torch's own checks of every op; all rows belong to experts, since of the others nothing is defined."""
+    """torch's own checks of every op; all rows belong to experts, because other rows are undefined."""
     draw = Draw(torch.float32, (2, 0, 3), 4, 3, engine=engine)
     x, gate, up = draw.rows(3), draw.weights(4, 3), draw.weights(4, 3, seed=2)
     bias, dy, offsets = torch.ones(3, 4), draw.rows(4, seed=3), draw.offsets
@@ -359,7 +359,7 @@ def opcheck_law(engine: str) -> None:
 
 
 def compiled_law(engine: str) -> None:
-    """A compiled expert MLP equals an eager one, gradients included, without a break in the graph."""
+    """A compiled expert MLP equals the eager one, gradients included, without a graph break."""
     draw = Draw(torch.float32, (2, 0, 3), 4, 3, engine=engine)
 
     def experts(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What the matmul of one device must fulfil, on any device: fp64's formula, exactly where sums of integers are exact.
+"""Laws of the single-device matmul, on any device: it equals the fp64 formula, exactly where integer sums are exact.
 
-Everything that a launcher allocates comes filled with NaN, so that what is not written shows.
+All memory that a launcher allocates starts filled with NaN, so unwritten elements show.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ new_empty = torch.Tensor.new_empty
 
 @dataclass(frozen=True)
 class Draw:
-    """Operands of one test, of small integers. tma, halves as in Config; chosen: the launcher's own."""
+    """Integer operands of one test. tma, halves as in Config; chosen: use the launcher's own configuration."""
 
     dtype: torch.dtype
     m: int
@@ -53,13 +53,13 @@ class Draw:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """x in memory that has NaN around it: columns apart, rows apart by no multiple of 16 bytes, one element late."""
+    """x in memory with NaN around it: gaps between columns, row strides not multiples of 16 bytes, one element late."""
     if x.dim() != 2 or layout == "plain":
         return x
     rows, cols = x.shape
     if layout == "transposed":
         return x.t().contiguous().t()
-    if layout == "expanded":  # every row is the first one
+    if layout == "expanded":  # all rows are the first row
         return x[:1].expand(rows, cols)
     if layout == "misaligned":
         flat = x.new_full((1 + x.numel(),), torch.nan)
@@ -79,7 +79,7 @@ def exact(x: Tensor) -> Tensor:
 
 @patch.object(torch.Tensor, "new_empty", poisoned)
 def matmul_law(draw: Draw, biased: bool) -> None:
-    """x @ w.T + bias of integers: bit for bit."""
+    """x @ w.T + bias of integers is exact, bit for bit."""
     x, w = draw.integers((draw.m, draw.k), (draw.n, draw.k))
     (bias,) = draw.integers((draw.n,))
     y = launch.matmul(x, w, bias if biased else None, draw.config)
@@ -90,7 +90,7 @@ def matmul_law(draw: Draw, biased: bool) -> None:
 
 @patch.object(torch.Tensor, "new_empty", poisoned)
 def fp8_law(draw: Draw, by_row: bool, out: torch.dtype, biased: bool) -> None:
-    """fp8 operands that no rounding touches, with scales that are powers of two: bit for bit."""
+    """fp8 operands that need no rounding, with powers of two as scales: exact, bit for bit."""
     x, w = (t.to(torch.float8_e4m3fn) for t in draw.integers((draw.m, draw.k), (draw.n, draw.k)))
     generator = torch.Generator().manual_seed(draw.seed)
     shapes = ((draw.m, 1), (draw.n, 1)) if by_row else ((), (1, 1))
@@ -103,12 +103,12 @@ def fp8_law(draw: Draw, by_row: bool, out: torch.dtype, biased: bool) -> None:
 
 
 def quantized_law(draw: Draw) -> None:
-    """Rows of any magnitude, with scales of their own that are no powers of two: the product of what the fp8 and the
-    scales stand for.
+    """Rows of any magnitude, each with a scale that is no power of two: the product of the values that fp8 and scales
+    represent.
 
-    A product of two fp8 is exact in fp32. K of them lose K E of the sum of their magnitudes, two scales and the store
-    E each of the result. Hopper's matrix units add 32 products and what was there before at once, and keep 13 bits of
-    each behind the largest (DeepSeek-V3, section 3.3.2).
+    A product of two fp8 is exact in fp32. Summing K of them loses K E of the sum of their magnitudes; two scales and
+    the store lose E each of the result. Hopper's matrix units add 32 products to the accumulator at once and keep 13
+    bits of each below the largest (DeepSeek-V3, section 3.3.2).
     """
     generator = torch.Generator().manual_seed(draw.seed)
     x, w = (
@@ -127,7 +127,7 @@ def quantized_law(draw: Draw) -> None:
 
 
 def every_fp8_law() -> None:
-    """Each of the 256 bit patterns means what torch takes it for, by either path."""
+    """Each of the 256 bit patterns has the value that torch gives it, by either path."""
     kinds, configs = (
         (torch.float8_e4m3fn, torch.float8_e5m2),
         (Config(16, 16, 16), Config(16, 16, 16, tma=True)),
@@ -140,12 +140,12 @@ def every_fp8_law() -> None:
         y = launch.scaled_matmul(finite, one, scale, scale, None, torch.float32, config)
         assert torch.equal(y, finite.float())
         y = launch.scaled_matmul(x, one, scale, scale, None, torch.float32, config)
-        spread = x.float() @ one.float().t()  # an infinity by 0 is NaN
+        spread = x.float() @ one.float().t()  # infinity times 0 is NaN
         assert torch.equal(y.isnan(), spread.isnan()) and torch.equal(y.isinf(), spread.isinf())
 
 
 def far_law(which: str) -> None:
-    """Rows (or columns) of an operand over 2^31 elements apart, in memory of which only their pages are there."""
+    """Rows (or columns) of an operand over 2^31 elements apart; only the pages they touch are allocated."""
     rows, cols, step = 5, 20, 2**31 + 8
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randint(-2, 3, (r, cols), generator=generator).half() for r in (rows, 6))
@@ -159,14 +159,14 @@ def far_law(which: str) -> None:
 
 
 def sparse(elements: int) -> Tensor:
-    """fp16, of which only what is touched takes memory."""
-    no_reserve = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
+    """An fp16 tensor that takes memory only for the pages it touches."""
+    no_reserve = 0x4000  # MAP_NORESERVE of Linux; Python names it from 3.13 on
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
     return torch.frombuffer(mmap.mmap(-1, 2 * elements, flags=flags), dtype=torch.float16)
 
 
 def far_result_law() -> None:
-    """The last tile of a y of over 2^31 elements: one program of as many as there are tiles."""
+    """The last tile of a y of over 2^31 elements, computed by the last program of the full grid."""
     m, n, k, block = 3, 2**30 + 8, 8, 16
     x, w = torch.ones(m, k).half(), torch.full((1, k), 2.0).half().expand(n, k)
     tiles = -(-n // block)
@@ -178,7 +178,7 @@ def far_result_law() -> None:
 
 
 def path_law() -> None:
-    """TMA is taken where all operands allow it, and pointers where one does not."""
+    """TMA is used if all operands allow it, and pointers if one does not."""
     x = torch.zeros(16, 32, dtype=torch.bfloat16)
     allowed = [x, x[::2], x[:, 8:], x[:, :24], x[:, :9]]
     refused = [x[:, 1:], x[:, ::2], x.t(), x[:1].expand(16, 32), x[:0], x[:, :0], laid_out(x, "gap")]

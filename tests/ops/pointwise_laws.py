@@ -1,7 +1,7 @@
-"""What the elementwise kernels must fulfil, on any device: fp64's values and gradients, within what fp32 may lose.
+"""Laws of the elementwise kernels, on any device: fp64's values and gradients, within fp32's rounding error.
 
 With e = eps of fp32, a sum of H terms is off by (H + 2) / 2 e of the sum of absolute values, a product, quotient or
-root by e / 2 or less, exp(x) by (2 + |x|) e, since it is computed as a power of two.
+root by e / 2 or less, and exp(x) by (2 + |x|) e, because it is computed as a power of two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ E = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Draw:
-    """Inputs of one test. layout: "plain", "sliced" (rows with a gap between them) or "transposed"."""
+    """The inputs of one test. layout: "plain", "sliced" (a gap between rows) or "transposed"."""
 
     dtype: torch.dtype
     rows: int
@@ -51,7 +51,7 @@ class Draw:
 def gradients(
     function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], grads: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs of `function` and the gradients of its inputs."""
+    """The outputs of `function` and the gradients of its inputs."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     outs = function(*inputs)
     torch.autograd.backward(outs, [g.to(o.dtype) for g, o in zip(grads, outs, strict=True)])
@@ -66,7 +66,7 @@ USES = (
     "alone",
     "added",
     "kept",
-)  # of a norm's input: none other, the sum with a residual, x itself once more
+)  # a norm's input: used alone, summed with a residual, returned as a second output
 
 
 def rms_norm_law(draw: Draw, weight_dtype: torch.dtype, use: str, eps: float = 1e-5) -> None:
@@ -90,7 +90,7 @@ def rms_norm_law(draw: Draw, weight_dtype: torch.dtype, use: str, eps: float = 1
     g, n, w = exact(dy), exact(h), exact(weight)
     r = (n.square().mean(1, keepdim=True) + eps).rsqrt()
     n = n * r
-    terms, relative = (draw.width + 2) / 2, (draw.width + 2) / 2 * E + 3 * E  # of 1 / rms
+    terms, relative = (draw.width + 2) / 2, (draw.width + 2) / 2 * E + 3 * E  # error of 1 / rms
     assert_within("y", got[0], n * w, relative * (n * w).abs())
     gw = g * w
     mean, absolute = (gw * n).mean(1, keepdim=True), (gw * n).abs().mean(1, keepdim=True)
@@ -100,7 +100,7 @@ def rms_norm_law(draw: Draw, weight_dtype: torch.dtype, use: str, eps: float = 1
     lost = ((draw.rows + 2) / 2 * E + relative + E) * (g * n).abs().sum(0)
     assert_within("dweight", grads[-1], (g * n).sum(0), lost)
     if draw.rows and draw.width:
-        h = draw.laid_out(h)  # how much of a row is summed at once depends on the strides
+        h = draw.laid_out(h)  # the number of elements summed at once depends on the strides
         again, _ = gradients(lambda x, w: (pointwise.rms_norm(x, w, eps),), [h, weight], [dy])
         assert torch.equal(again[0], got[0]), "the norm of the sum is the norm of what was rounded"
 
@@ -111,7 +111,7 @@ def swiglu_law(draw: Draw) -> None:
     (y,), (dgate, dup) = gradients(lambda g, u: (pointwise.gated(g, u, "silu"),), [gate, up], [dy])
     g, u, d = exact(gate), exact(up), exact(dy)
     s, silu = torch.sigmoid(g), F.silu(g)
-    relative = (5 + g.abs()) * E  # of the sigmoid
+    relative = (5 + g.abs()) * E  # error of the sigmoid
     tiny = torch.finfo(torch.float32).tiny * (1 + g.abs())  # a sigmoid below it is 0: exp overflows
     assert_within("y", y, silu * u, (relative + 2 * E) * (silu * u).abs() + tiny * (u.abs() + 1))
     assert_within("dup", dup, d * silu, (relative + 2 * E) * (d * silu).abs() + tiny * (d.abs() + 1))
@@ -121,7 +121,7 @@ def swiglu_law(draw: Draw) -> None:
 
 
 def geglu_law(draw: Draw, act: str) -> None:
-    """With s the distribution function, an error of it is relative to one: 1 + erf cancels, as in torch's own."""
+    """With s the distribution function, its error is relative to one: 1 + erf cancels, as in torch's own."""
     shape = (draw.rows, draw.width)
     gate, up, dy = draw.tensors(shape, shape, shape)
     (y,), (dgate, dup) = gradients(lambda g, u: (pointwise.gated(g, u, act),), [gate, up], [dy])
@@ -129,12 +129,12 @@ def geglu_law(draw: Draw, act: str) -> None:
     value = F.gelu(g, approximate="tanh" if act == "gelu_pytorch_tanh" else "none")
     (slope,) = torch.autograd.grad(value.sum(), g)
     g, value = g.detach(), value.detach()
-    # the argument g c (1 + c' g^2) and its square are off by 4 eps of themselves, which s' flattens: z s'(z) < 1/2
+    # the argument g c (1 + c' g^2) and its square have a relative error of 4 eps; s' damps it: z s'(z) < 1/2
     lost = 8 * E * g.abs()
     assert_within("y", y, value * u, (lost + E * value.abs()) * u.abs() + E * (value * u).abs())
     assert_within("dup", dup, value * d, (lost + E * value.abs()) * d.abs() + E * (value * d).abs())
-    # s by erf or a sigmoid, g s' and its factors: some eps, since |g| s' < 1 and what steepens exp flattens s' more.
-    # The sigmoid's 1 - s has an eps of one, until at an argument of 18 both it and the eps are nothing.
+    # s by erf or a sigmoid, g s' and its factors: a few eps, since |g| s' < 1 and s' is flat where exp is steep. The
+    # sigmoid's 1 - s has an error of eps relative to one, until at an argument of 18 both are negligible.
     inner = 1.5957691216057308 * (1 + 0.134145 * g.square())
     near = (inner * g < 3 * 18) & (g > 0) if act == "gelu_pytorch_tanh" else torch.zeros_like(g, dtype=torch.bool)
     steep = 10 * E + E * (g * inner).where(near, 0.0)

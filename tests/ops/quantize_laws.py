@@ -1,4 +1,4 @@
-"""What the kernels that make fp8 must fulfil on any device: what fusedtp/ops/fp8.py makes on a CPU, bit for bit."""
+"""Laws of the quantization kernels on any device: they equal fusedtp/ops/fp8.py on a CPU, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SPECIAL = (torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 448.0, 464.0, 465.0, 2.0
 
 @dataclass(frozen=True)
 class Draw:
-    """A matrix of magnitudes from 2**-spread to 2**spread, with some numbers of SPECIAL."""
+    """A matrix of magnitudes from 2**-spread to 2**spread, with a share of the numbers in SPECIAL."""
 
     dtype: torch.dtype
     rows: int
     k: int
     transposed: bool = False
     spread: int = 20
-    special: float = 0.05  # share
+    special: float = 0.05  # the share of special numbers
     seed: int = 0
     device: str = "cpu"
 
@@ -39,7 +39,7 @@ class Draw:
 
 
 def rows_law(draw: Draw, kind: torch.dtype) -> None:
-    """Values and scales of rows, zeros behind them, as `pack` makes rows of what `quantize` returns."""
+    """Values and scales of rows, followed by zeros, in the row format of `pack` for the results of `quantize`."""
     x = draw.matrix()
     filled = fp8.row_bytes(draw.k) - fp8.SCALE_BYTES
     got = launch.quantize.packed_rows(x.to(draw.device), kind, filled).cpu()
@@ -51,7 +51,7 @@ def rows_law(draw: Draw, kind: torch.dtype) -> None:
 
 
 def given_law(draw: Draw, kind: torch.dtype, exponent: int) -> None:
-    """Values by a scale that is given."""
+    """Values quantized with a given scale."""
     x, scale = draw.matrix(), torch.tensor([2.0**exponent])
     got = launch.quantize.values(x.to(draw.device), scale.to(draw.device), kind).cpu()
     assert_same("values", got.float(), fp8.values_of(x, scale, kind).float())
@@ -63,7 +63,7 @@ def largest_law(draw: Draw) -> None:
 
 
 def blocks_law(draw: Draw) -> None:
-    """Rows to experts, there and back. draw.k is a multiple of 4, and not 0."""
+    """Blocks quantized for the exchange, and back. draw.k is a multiple of 4, and not 0."""
     x, k = draw.matrix(), draw.k
     packed = launch.quantize.packed_blocks(x.to(draw.device))
     want = to_experts.pack(x)
@@ -75,7 +75,7 @@ def blocks_law(draw: Draw) -> None:
 
 
 def every_value_law(kind: torch.dtype, device: str = "cpu") -> None:
-    """All fp8 numbers, what lies halfway between neighbours, and fp32's next numbers on either side of that."""
+    """All fp8 numbers, the midpoints between neighbours, and the fp32 numbers next to each of them."""
     bits = torch.arange(256, dtype=torch.uint8).view(kind).float()
     exact = bits[bits.isfinite()].sort().values
     between = (exact[1:] + exact[:-1]) / 2

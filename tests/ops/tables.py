@@ -1,4 +1,4 @@
-"""Tables for tests: drawn, written, and put where the library looks for them."""
+"""Test tables: drawn, written, and installed where the library looks for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TILE = dict(block_m=64, block_n=32, block_k=32, num_warps=4, num_stages=3)
 
 @contextmanager
 def tables_in(folder: Path) -> Iterator[None]:
-    """The library reads its tables in `folder`; it has read none before, and forgets these after."""
+    """The library reads its tables from `folder`; cached tables are dropped before and after."""
     with mock.patch.dict(os.environ, {measured.ENVIRONMENT: str(folder)}):
         tuned.forget()
         try:
@@ -48,20 +48,20 @@ def entry(kernel: str, config: dict[str, int], dtype: str = "float32", **at: int
 
 
 def write_configurations(folder: Path, entries: list[dict[str, Any]], machine: str = "nvidia-h200") -> Path:
-    """The table of configurations of an H200, or of another machine under the same name."""
+    """Write a configuration table for an H200, or for another machine under the same name."""
     path = folder / FILE
     tables.write(path, machine, tuned.table_name(), {}, entries, {})
     return path
 
 
 def interpreters(folder: Path, entries: list[dict[str, Any]]) -> None:
-    """The table of configurations of the interpreter."""
+    """Write a configuration table for the interpreter."""
     tables.write(folder / measured.file_of(HOST.name), HOST.name, tuned.table_name(), {}, entries, {})
 
 
 @st.composite
 def configs(draw: st.DrawFn, kernel: str) -> dict[str, int]:
-    """Values that an entry of this kernel may have on an H200."""
+    """Draw values that an entry of this kernel may have on an H200."""
     powers = lambda low, high: st.sampled_from([n for n in (1, 2, 4, 8, 16, 32, 64, 128) if low <= n <= high])  # noqa: E731
     known = dict(
         block_m=powers(16, 128), block_n=powers(16, 128), block_k=powers(16, 64), num_warps=powers(4, 8),
@@ -77,7 +77,7 @@ def configs(draw: st.DrawFn, kernel: str) -> dict[str, int]:
 
 @st.composite
 def entries(draw: st.DrawFn, most: int = 6, extent: int = 7) -> list[dict[str, Any]]:
-    """Entries of different classes, of extents up to 2 ** extent."""
+    """Draw entries of different classes, with extents up to 2 ** extent."""
     made = {}
     for _ in range(draw(st.integers(0, most))):
         kernel = draw(st.sampled_from(list(tuned.KERNELS)))

@@ -1,4 +1,4 @@
-"""Gate and up projection with their gather and activation: the formula on integers, its bits, gradients and errors."""
+"""Gate and up projection with gather and activation: the formula on integers, bitwise results, gradients and errors."""
 
 from dataclasses import dataclass, replace
 from itertools import product
@@ -67,7 +67,7 @@ def cases(draw, engine: str, dtypes=(FP32, BF16, FP16), rows: int = 12, width: i
 
 @dataclass
 class Given:
-    """Of all ranks: x, for each rank gate, up and their biases, and the gradient of its y."""
+    """The data of all ranks: x; per rank gate, up and their biases; and the gradient of its y."""
 
     x: Tensor
     weights: list[list[Tensor]]
@@ -76,10 +76,10 @@ class Given:
 
 
 def drawn(case: Case, whole: bool) -> Given:
-    """Small integers, of which all sums are exact, or normal numbers.
+    """Small integers with exact sums, or normal numbers.
 
-    Of the integers gate's products are above 128 or below -128, where act is its argument or 0: 64 times 3 or -3, and
-    sums of what is left of at most 63.
+    Integer gates have products above 128 or below -128, where act is its argument or 0: 64 times 3 or -3, plus other
+    terms that sum to at most 63.
     """
     g = torch.Generator().manual_seed(case.seed)
 
@@ -103,7 +103,7 @@ def drawn(case: Case, whole: bool) -> Given:
 
 
 def wanted(case: Case, given: Given, rank: int) -> list[Tensor | None]:
-    """Of one rank, by the declared formula in fp64: dx is the sum of all ranks' parts."""
+    """The expected results of one rank, by the declared formula in fp64: dx is the sum of all ranks' parts."""
     named: list[Tensor | None] = []
     dx = torch.zeros(given.x.shape, dtype=FP64)
     for r, (weights, biases, dy) in enumerate(zip(given.weights, given.biases, given.dys, strict=True)):
@@ -142,7 +142,7 @@ def computed(group, case: Case, given: Given, backward: bool = True) -> list[Ten
 
 
 def equals_the_formula(group, case: Case) -> None:
-    """Of integers that no sum rounds, bit for bit; the results of 16 bits are the fp64 formula's, rounded once."""
+    """On integers, where no sum rounds, results are exact; 16-bit results equal the fp64 formula rounded once."""
     given = drawn(case, whole=True)
     want, got = wanted(case, given, group.rank()), computed(group, case, given)
     bare = computed(group, case, given, backward=False)
@@ -153,7 +153,7 @@ def equals_the_formula(group, case: Case) -> None:
             assert_same(f"rank {group.rank()}: {name}", mine, right.to(case.dtype))
 
 
-EXACT = (FP32,)  # 192 times a few others is beyond 16 bits, and in fp64 silu(-192) is not 0
+EXACT = (FP32,)  # 192 times a few others does not fit 16 bits, and in fp64 silu(-192) is not 0
 LARGE = Case("triton", (70, 0, 37), 135, (67, 40, 3), FP32, "gelu", None, (True, False), True)
 
 
@@ -178,10 +178,11 @@ def test_threads_equal_the_formula(case):
 
 
 def rounds_once(group, case: Case) -> None:
-    """y of random operands: within a rounding of the fp64 formula by the kernel, and of its products' by the others.
+    """y of random operands: the kernel is within one rounding of the fp64 formula; the other engines round products
+    too.
 
-    Each product's sum of K terms in fp32 (fp64) is off by (K + 3) eps |x| |w|, in fp64 that of the formula too. It goes
-    through the slope of act, at most 1.13, or is multiplied by act(g), at most |g|.
+    Each product's sum of K terms in fp32 (fp64) is off by (K + 3) eps |x| |w|, and so is the formula's in fp64. This
+    error is multiplied by the slope of act, at most 1.13, or by act(g), at most |g|.
     """
     given, eps = drawn(case, whole=False), torch.finfo(case.dtype).eps
     wide = torch.finfo(torch.promote_types(case.dtype, FP32)).eps
@@ -211,7 +212,7 @@ def test_results_are_rounded_once(engine, dtype, data):
 
 
 def differentiates(group, case: Case) -> None:
-    """Of random fp64: sums of a few dozen terms of about one, each off by 2^-52 at most."""
+    """Gradients of random fp64 inputs: sums of a few dozen terms of about one, each off by at most 2^-52."""
     given = drawn(case, whole=False)
     want, got = wanted(case, given, group.rank()), computed(group, case, given)
     for name, mine, right in zip(NAMES, got, want, strict=True):
@@ -277,7 +278,7 @@ def test_a_split_backward_communicates_once(engine, keep):
 
 
 def compiled(group, engine: str) -> None:
-    """One compiled graph equals eager code, with its gradients; torch's checks of the op."""
+    """One compiled graph equals eager code, gradients included; torch's checks of the op pass."""
     fusedtp.reserve(group, 1 << 16)
     x, weights, dy = leaves_of(PLAIN, group.rank())
 
@@ -303,7 +304,7 @@ def test_a_compiled_layer_equals_an_eager_one(engine):
 
 
 def main_grads(group, frozen: int) -> None:
-    """wgrad with gate or up frozen, into main_grad where there is one."""
+    """wgrad with gate or up frozen, accumulated into main_grad if there is one."""
     want = wanted(PLAIN, drawn(PLAIN, whole=True), group.rank())
     x, weights, dy = leaves_of(PLAIN, group.rank())
     weights[frozen].requires_grad_(False)
@@ -320,7 +321,7 @@ def test_main_grad_takes_the_gradient_of_a_weight_beside_a_frozen_one(frozen):
 
 
 def mlp(group, engine: str, checkpointed: bool) -> None:
-    """A parallel GatedMLP runs it, in forward and under activation checkpointing again; results as of one process."""
+    """A parallel GatedMLP uses it in forward and again under activation checkpointing; equal to one process."""
     torch.manual_seed(0)
     plain = GatedMLP(6, 12, "silu", bias=True).double()
     layer = GatedMLP(6, 12, "silu", bias=True).double()

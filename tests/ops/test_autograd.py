@@ -69,7 +69,7 @@ def test_a_checkpointed_layer_has_the_same_gradients(engine):
 
 
 def packed(function) -> list[tuple[int, ...]]:
-    """Shapes of the tensors that `function` saves for backward."""
+    """The shapes of the tensors that `function` saves for backward."""
     shapes: list[tuple[int, ...]] = []
     with saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
         kept = function()
@@ -137,7 +137,7 @@ def test_double_backward_raises(operation):
 
 
 def with_tangents(group, operation: str, engine: str, kept: bool) -> str:
-    """kept: calls of this kind have been seen without tangents."""
+    """kept: calls of this kind have already run without tangents."""
     x, up, _, down = (t.detach() for t in leaves(group))
     h, ids, weights = numbers(T, 5).detach(), torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1)
     offsets = torch.tensor([0, len(h)], dtype=torch.int32)
@@ -153,7 +153,7 @@ def with_tangents(group, operation: str, engine: str, kept: bool) -> str:
     with forward_ad.dual_level(), pytest.raises(NotImplementedError) as raised:
         call(forward_ad.make_dual(at, torch.ones_like(at)))
     call(at)
-    with forward_ad.dual_level():  # without a tangent it is a call as any other
+    with forward_ad.dual_level():  # without a tangent, the call runs as usual
         call(at)
     return str(raised.value)
 
@@ -198,7 +198,7 @@ def test_main_grad_of_an_all_reduced_layer():
 
 
 def two_losses(group, engine: str, keep: bool) -> None:
-    """The input's gradient of one loss, then the weights' of another, on one graph."""
+    """The input's gradient of one loss, then the weights' gradients of another, on one graph."""
     given = leaves(group)
     x, weights = given[0], given[1:]
 
@@ -334,7 +334,7 @@ def test_under_autocast_a_layer_computes_in_the_narrow_dtype_as_linear_does(engi
 
 
 def kept_for(group, needs: str) -> dict[str, list[tuple[int, ...]]]:
-    """Shapes that each kind of layer saves where x, the weights or both need gradients."""
+    """The shapes that each kind of layer saves if x, the weights or both need gradients."""
     r = group.rank()
     x, full = numbers(SIZES[r], 4, seed=r).detach(), numbers(T, 4, seed=r).detach()
     w, v = numbers(5, 4).detach(), numbers(6, 4).detach()
@@ -363,7 +363,7 @@ def test_a_layer_keeps_only_what_some_gradient_reads(needs):
 
 
 def changed_where_nothing_reads(group) -> None:
-    """A frozen weight lets x change in place; an x without gradient lets the weight change."""
+    """With a frozen weight, x may change in place; with an x that needs no gradient, the weight may."""
     x, w = numbers(T, 4, seed=1), numbers(5, 4, seed=2).detach()
     y = scatter(group, "chunked", x, w)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Ranks that disagree are named on every rank, at once and with no hang; local faults say what was given and wanted."""
+"""Disagreeing ranks are named on every rank, at once and without a hang; local faults say what was given and wanted."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def wgrad(group, engine="chunked", k=4, n=5, rows=2, sizes=None, dtype=torch.flo
 
 
 def agreeing_afterwards(group, function, options: dict) -> str:
-    """What this rank's call raises; then a call on which all agree, on the same group."""
+    """The error of this rank's call, followed by a call on which all ranks agree, on the same group."""
     fusedtp.set_timeout(group, 30)
     try:
         function(group, **options)
@@ -135,7 +135,7 @@ def raised_by(group, function, arguments: dict) -> str:
 
 
 def wrong_and_go_on(group, function, fault: str | None, engine: str, wider: int) -> tuple[str, str]:
-    """The call with this rank's fault, which grows the workspace if `wider`; then three on which all agree."""
+    """A call with this rank's fault, which grows the workspace if `wider`; then three calls on which all agree."""
     k = 4 + wider
     x, w = torch.ones(6, k), torch.ones(5, k)
     x = {"device": x.to("meta"), "K": torch.ones(6, k + 1)}.get(fault, x)
@@ -157,7 +157,7 @@ OPERATIONS = (fusedtp.all_gather_matmul, fusedtp.matmul_reduce_scatter, fusedtp.
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("function", OPERATIONS, ids=lambda f: f.__name__)
 def test_a_rank_that_finds_a_fault_in_its_own_arguments_fails_its_peers(function, engine, fault):
-    """Long before the group's timeout of 600 s, at which they would raise SignalTimeout."""
+    """They fail long before the group's timeout of 600 s, where they would raise SignalTimeout."""
     faults = PerRank([None, fault, None])
     outcomes = world(W).run(wrong_and_go_on, function, faults, engine, 0, timeout=40)
     assert [kind for kind, _ in outcomes] == ["PeerFailed", "ValueError", "PeerFailed"], outcomes
@@ -182,7 +182,7 @@ def test_ranks_that_are_wrong_together_each_raise_their_own_fault(engine, faults
 
 
 def wrong_alone(group) -> None:
-    """Peers begin their call only after rank 1 has raised. If rank 1 waited for them, it would raise SignalTimeout."""
+    """Peers start their call only after rank 1 has raised. If rank 1 waited for them, it would raise SignalTimeout."""
     fusedtp.set_timeout(group, 10)
     barrier = communicator(group).world.barrier
     if group.rank() == 1:

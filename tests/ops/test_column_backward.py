@@ -1,4 +1,4 @@
-"""The gradients of column-parallel layers in one call are those of two, bit by bit."""
+"""The gradients of several column-parallel layers in one call equal those of separate calls, bit by bit."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def in_one_call_and_in_two(group, sizes, batch, k, widths, dtype, total) -> None
     x = randoms(batch * sizes[comm.rank], k, seed=comm.rank, dtype=dtype)
     dys = [randoms(rows, n, seed=10 + 10 * comm.rank + i, dtype=dtype) for i, n in enumerate(widths)]
     weights = [randoms(n, k, seed=50 + 10 * comm.rank + i, dtype=dtype) for i, n in enumerate(widths)]
-    for _ in range(3):  # both slots, and again
+    for _ in range(3):  # both slots, then the first again
         dx, *dws = column_backward.op(spec, x, dys, weights, total)
         transposed = [w.t() for w in weights]
         assert torch.equal(dx, OPERATIONS["matmul_reduce_scatter"](spec, dys, transposed, None))

@@ -1,4 +1,4 @@
-"""The kernels of cross-entropy under the interpreter: fp64's values for any shape, dtype, layout and place."""
+"""The cross-entropy kernels in the interpreter: fp64's values for any shape, dtype, layout and vocabulary offset."""
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ pytest.importorskip("triton")
 
 NARROW = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 LAYOUTS = st.sampled_from(["plain", "sliced", "transposed"])
-ROWS = ["plain", "sliced"]  # contiguous
+ROWS = ["plain", "sliced"]  # contiguous within a row
 
 
 @st.composite
 def draws(draw, layouts: st.SearchStrategy = LAYOUTS) -> Draw:
-    """Widths of none to several steps, some multiples of 16; rows of several programs, several of which share one."""
+    """Widths from none to several steps, some multiples of 16; rows for several programs, several rows a program."""
     width = draw(st.one_of(st.integers(0, 90), st.integers(0, 5).map(lambda n: 16 * n)))
     scale = draw(st.sampled_from([1.0, 30.0]))
     return Draw(draw(NARROW), draw(st.integers(0, 9)), width, draw(layouts), draw(st.integers(0, 99)), scale=scale)

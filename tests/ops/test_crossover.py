@@ -1,4 +1,4 @@
-"""The crossover table: thresholds follow from the medians, a lookup never raises, `auto` does what the table says."""
+"""The crossover table: thresholds follow from the medians, a lookup never raises, and `auto` follows the table."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def write(folder: Path, entries: list[dict[str, Any]], machine: str = CPU, name:
 
 @given(TIMES, st.data())
 def test_an_engine_is_taken_from_where_it_wins_for_good(times, data):
-    """At any rows: the last engine that, from some number up to these on, beats those before it at all measured."""
-    if data.draw(st.booleans()):  # an engine that could not run somewhere
+    """For any row count: the last engine that, from some row count up to this one, beats all earlier ones."""
+    if data.draw(st.booleans()):  # an engine that could not run at one size
         del times[data.draw(st.sampled_from(sorted(times)))][data.draw(st.sampled_from(ENGINES[1:]))]
     steps = fit(times, ENGINES)
     rows = sorted(times)
@@ -176,7 +176,7 @@ def test_auto_does_what_the_table_of_this_machine_says(tmp_path):
     ],
 )
 def test_auto_on_a_gpu(rows, dtype, width, want, tmp_path):
-    """A GPU that is not here: what the table says, where its engine runs; else the default, which says so."""
+    """On an absent GPU: the table's engine if it can run; else the default, with a reason."""
     key = Key("all_gather_matmul", "bfloat16", 8, "processes")
     steps, by = [[0, "collective"], [1024, "triton"]], [[0, "programs"], [1024, "copy"]]
     table = [entry(steps, key, 8192, transports=by), entry(steps, key._replace(dtype="float64"), 8192)]
@@ -198,7 +198,7 @@ def test_auto_on_a_gpu(rows, dtype, width, want, tmp_path):
         assert got.engine == want[0] and got.reason.startswith(want[1]), got
         assert got.reason.endswith("rows by the copy engine") == (got.transport == "copy" and got.engine == "triton")
         assert got.transport == ("copy" if "measured" in got.reason and rows >= 1024 else "programs")
-        assert "no crossover table" in engines.choose(*asked).reason or dtype == torch.float64  # a mover
+        assert "no crossover table" in engines.choose(*asked).reason or dtype == torch.float64  # a token mover
 
 
 BAD = {

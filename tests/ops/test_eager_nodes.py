@@ -1,4 +1,4 @@
-"""What the eager autograd nodes owe their callers beyond one plain backward."""
+"""What the eager autograd nodes guarantee beyond one plain backward."""
 
 from __future__ import annotations
 

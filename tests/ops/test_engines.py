@@ -1,4 +1,4 @@
-"""Which engine is chosen, in every combination of device, workspace, Triton, dtype, rows and table; needs no GPU."""
+"""The choice of engine for every combination of device, workspace, Triton, dtype, rows and table; needs no GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NARROW = (FP32, torch.float16, torch.bfloat16)
 def group(
     device: str = "cpu", *, size: int = 2, workspace: bool = True, threads: bool = False, switch: bool = True
 ) -> SimpleNamespace:
-    """What `choose` sees of a communicator."""
+    """The parts of a communicator that `choose` reads."""
     return SimpleNamespace(
         world_size=size,
         has_workspace=workspace,
@@ -48,7 +48,7 @@ def machine(
     cuda: bool = True,
     found=measured.NOTHING,
 ) -> Iterator[list[tuple]]:
-    """A machine that is not here. Yields what the crossover table was asked."""
+    """A simulated machine. Yields the list of lookups in the crossover table."""
     asked: list[tuple] = []
 
     def find(*key):
@@ -101,7 +101,7 @@ def test_an_unknown_engine_is_refused(size):
 @pytest.mark.parametrize("engine", engines.ENGINES)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_without_a_workspace_there_are_collectives_and_a_warning_if_another_engine_was_asked_for(device, engine):
-    """fp64 and a machine without Triton change nothing: no kernel is run."""
+    """fp64 and a machine without Triton make no difference, because no kernel runs."""
     for dtype, triton in product(DTYPES, (True, False)):
         with machine(triton=triton), warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -153,7 +153,7 @@ def test_auto_on_a_cpu_is_chunked_at_any_size(dtype):
             {"capability": (7, 5), "cuda": False},
             "triton",
             "2048 rows",
-        ),  # ROCm's numbers are others
+        ),  # ROCm's capability numbers mean something else
     ],
 )
 def test_auto_on_a_gpu_without_a_table(rows, dtype, here, engine, why):
@@ -190,7 +190,7 @@ def test_the_table_is_asked_by_what_the_ranks_share(engine):
             ranks, name = ("virtual" if threads else "processes"), str(dtype).removeprefix("torch.")
             key = measured.Key("all_gather_matmul", name, 2, ranks)
             assert asked == [("a cuda", key, 512, 64)]
-            engines.choose(group("cuda"), engine, Rows((2, 2)), dtype)  # a mover: no operation, no table
+            engines.choose(group("cuda"), engine, Rows((2, 2)), dtype)  # a token mover: no operation, no table
             assert len(asked) == 1
 
 
@@ -219,7 +219,7 @@ def test_triton_runs_where_it_can_and_says_why_where_it_cannot(device, dtype, he
         "grouped": lambda: grouped.choose("triton", operand),
     }
     if threads:
-        calls.pop("grouped")  # knows no group
+        calls.pop("grouped")  # has no group argument
     for name, call in calls.items():
         with machine(**here):
             if error is None:
@@ -261,7 +261,7 @@ def test_the_interpreter_is_what_the_environment_says(value, monkeypatch):
 
 
 def test_ranks_whose_launches_are_cut_otherwise_are_told_apart():
-    """The order of sums depends on how many programs run at once."""
+    """The number of concurrent programs determines the order of sums."""
     comm, found = group(), set()
     for programs in (3, 4, 132):
         with mock.patch.object(config, "machine_of", lambda _, n=programs: replace(config.HOST, programs=n)):

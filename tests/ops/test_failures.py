@@ -30,10 +30,10 @@ def used_memory(group, engine: str) -> set[str]:
 
 
 def fail_at_signal(group, engine: str, number: int, act, timeout: float = 600) -> None:
-    """The layer's forward and backward; this rank acts in place of its `number`-th signal to a peer.
+    """The layer's forward and backward; this rank calls `act` before its `number`-th signal to a peer.
 
-    With `chunked` and three ranks signals 1 and 2 precede the growth of the workspace, 3 and 4 are the all-gather's,
-    5 and 6 the reduce-scatter's, 7 the first of backward.
+    With `chunked` and three ranks, signals 1 and 2 precede the growth of the workspace, 3 and 4 belong to the
+    all-gather, 5 and 6 to the reduce-scatter, and 7 is the first of backward.
     """
     fusedtp.set_timeout(group, timeout)
     post, left = Call._post, [number]
@@ -68,7 +68,7 @@ def test_a_rank_killed_in_an_operation_fails_its_peers_and_leaves_nothing(engine
         outcomes = own.outcomes(fail_at_signal, engine, number, PerRank([None, die, None]), grace=20)
     assert outcomes[1].is_a("WorkerDied")
     for peer in (outcomes[0], outcomes[2]):
-        if engine == "collective":  # a gloo that waits already says it in its own words
+        if engine == "collective":  # gloo already reports a waiting peer in its own words
             assert peer.is_a("RuntimeError") and peer.seconds < 30, peer
         else:
             assert peer.is_a("PeerDied") and "rank 1" in peer.message and peer.seconds < 30, peer
@@ -93,13 +93,13 @@ def late_fault() -> None:
 
 
 def test_a_rank_that_raises_between_two_signals_is_named_in_the_vote_before_growing():
-    """Rank 2 has had its signal and taken it for good; rank 0 raises as a consequence and is not to be named."""
+    """Rank 2 has already received its signal; rank 0 raises only as a consequence and must not be named."""
     outcomes = world(3).outcomes(fail_at_signal, "chunked", 2, PerRank([None, late_fault, None]))
     for peer in (outcomes[0], outcomes[2]):
         assert peer.is_a("PeerFailed") and "rank 1 raised" in peer.message, peer
 
 
-@pytest.mark.parametrize("number", [4, 6])  # the second of two signals: rank 2 has had its own
+@pytest.mark.parametrize("number", [4, 6])  # the second of two signals: rank 2 already has its own
 def test_a_peer_that_was_signalled_before_the_fault_may_finish_the_call_and_stops_in_the_next(number):
     outcomes = world(3).outcomes(fail_at_signal, "chunked", number, PerRank([None, fault, None]), 1)
     assert outcomes[1].is_a("KeyError"), outcomes[1]

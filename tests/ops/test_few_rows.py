@@ -1,4 +1,4 @@
-"""At the limits between the kernels of few rows and the others: each gives the formula's bits where its size is."""
+"""At the row limits between the few-rows kernels and the others: either kernel gives the formula's bits."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from fusedtp.ops.rows import Rows
 from tests.harness import world
 
 W, K = 3, 20
-LIMITS = [("float32", 528, 64), ("bfloat16", 528, 256), ("bfloat16", 1035, 64)]  # dtype, N, most rows that are few
-KERNELS = {  # of y [T, N] where few rows are multiplied together, and where not
+LIMITS = [("float32", 528, 64), ("bfloat16", 528, 256), ("bfloat16", 1035, 64)]  # dtype, N, largest T for few rows
+KERNELS = {  # for y [T, N]: the kernel for few rows, and the one for more
     "matmul_reduce_scatter": ("few_rows_kernel", "matmul_reduce_scatter_kernel"),
     "matmul_all_reduce": ("few_rows_kernel", "two_shot_kernel"),
 }
@@ -28,7 +28,7 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
 
 
 def kernels(group) -> set[str]:
-    """Those that calls of this group were prepared for."""
+    """The kernels that calls of this group were prepared for."""
     comm = communicator(group)
     plans = [*comm.plans.values(), *(call.plan for call in comm.kinds.values())]
     launches = [each for plan in plans for each in plan.launches.values()]
@@ -36,7 +36,7 @@ def kernels(group) -> set[str]:
 
 
 def summed(group, operation: str, total: int, n: int, dtype: str) -> tuple[bool, set[str]]:
-    """Whether the call gives what one device does, and the kernels."""
+    """Whether the call equals the single-device result, and the kernels it used."""
     of, rank = getattr(torch, dtype), group.rank()
     x, w, bias = numbers(total, W * K, seed=0).to(of), numbers(n, W * K, seed=1).to(of), numbers(n, seed=2).to(of)
     want = (x.double() @ w.double().T + bias.double()).to(of)
@@ -60,7 +60,7 @@ def test_the_kernel_of_a_sum_changes_with_the_rows_and_the_result_does_not(opera
 
 
 def gathered(group, operation: str, total: int, dtype: str) -> tuple[bool, set[str]]:
-    """The same of a gather; of a gated one to the rounding of its dtype, and of 1 + erf in fp32, which may cancel."""
+    """The same for a gather; a gated one up to its dtype's rounding and that of 1 + erf in fp32, which may cancel."""
     of, sizes, n = getattr(torch, dtype), (total // 2, 0, total - total // 2), 17 + group.rank()
     x, w, v = numbers(total, K, seed=0).to(of), numbers(n, K, seed=1).to(of), numbers(n, K, seed=2).to(of)
     mine, (want, up) = x.split(sizes)[group.rank()], (x.double() @ each.double().T for each in (w, v))

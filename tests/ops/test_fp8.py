@@ -1,4 +1,4 @@
-"""Numbers as fp8 with scales: the bounds of Note [Scales that are powers of two], and rows as they travel."""
+"""fp8 numbers with scales: the bounds of Note [Scales that are powers of two], and rows packed for sending."""
 
 from unittest.mock import Mock, patch
 
@@ -12,12 +12,12 @@ from fusedtp.ops import fp8
 from fusedtp.ops.fp8 import E4M3, E5M2, FORMATS
 
 RELATIVE = {E4M3: 2.0**-4, E5M2: 2.0**-3}
-SMALL = {E4M3: 2.0**-17, E5M2: 2.0**-31}  # of the largest magnitude
+SMALL = {E4M3: 2.0**-17, E5M2: 2.0**-31}  # as a share of the largest magnitude
 KINDS = st.sampled_from(FORMATS)
 
 
 def numbers(seed: int, rows: int, k: int) -> Tensor:
-    """Of magnitudes from 2**-70 to 2**70, in rows of zeros too."""
+    """Magnitudes from 2**-70 to 2**70, with some rows of zeros."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, k, generator=g) * 2.0 ** torch.randint(-40, 41, (rows, 1), generator=g)
     x *= 2.0 ** torch.randint(-30, 31, (rows, k), generator=g)
@@ -36,7 +36,7 @@ def test_each_number_is_within_its_bound(kind, by_row, seed, rows, k):
     largest = (x.abs().amax(1, keepdim=True) if by_row else x.abs().amax().view(1, 1)).double()
     assert (largest / scale <= torch.finfo(kind).max).all()
     small = (largest == 0) | (2 * largest / scale > torch.finfo(kind).max)
-    assert small.all()  # no smaller power of two would do
+    assert small.all()  # no smaller power of two would fit
     off = (values.double() * scale - x.double()).abs()
     bound = torch.maximum(RELATIVE[kind] * x.double().abs(), SMALL[kind] * largest)
     assert (off <= bound).all()
@@ -54,14 +54,14 @@ def test_a_row_in_parts_is_quantized_as_the_whole_but_for_small_numbers(kind, se
 
 @given(KINDS)
 def test_all_bits_come_back(kind):
-    """Every value of fp8, by a scale of its row, is what it was; bf16 holds it."""
+    """Every fp8 value, times a scale of its row, survives the round trip; bf16 holds it."""
     bits = torch.arange(256, dtype=torch.uint8).view(kind).view(16, 16)
     scale = 2.0 ** torch.arange(-8, 8).view(16, 1)
     meant = bits.float() * scale
     values, made = fp8.quantize(meant, kind)
     for dtype in (torch.float32, torch.bfloat16):
         again = fp8.dequantize(values, made, dtype)
-        # the largest of its row decides how small a number may be
+        # the row's largest magnitude limits how small a number may be
         near = meant.abs() >= made * torch.finfo(kind).smallest_normal
         assert torch.equal(again[near].double(), meant[near].double())
         assert torch.equal(again.isnan(), meant.isnan() | (meant.isinf() & (kind == E4M3)))
@@ -109,7 +109,7 @@ def of_vendor(x_kind: torch.dtype, w_kind: torch.dtype, by_row: bool, dtype: tor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kinds", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
 def test_the_vendors_product_is_asked_whether_it_is_right(kinds, dtype, by_row):
-    """It is on a CPU too, but for another answer, and where it takes no such operands."""
+    """The check passes on a CPU, and fails if the product is wrong or the operands are not supported."""
     assert of_vendor(*kinds, by_row, dtype)
     real = torch._scaled_mm
 

@@ -1,4 +1,4 @@
-"""Matmuls of ragged groups: by the vendor's matmul here, by the kernels under Triton's interpreter."""
+"""Grouped matmuls: the vendor's matmul on CPU, and the kernels in Triton's interpreter."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ SKEWS = ("ragged", "empty", "one", "none")
 
 @st.composite
 def draws(draw, engine="chunked", experts=64, rows=60, width=40, dtypes=(*DTYPES, torch.float64)) -> Draw:
-    """Up to 60 rows in all: sums of 60 integers are exact in bf16."""
+    """Up to 60 rows in total: sums of 60 integers are exact in bf16."""
     e = draw(st.integers(1, experts))
     skew = draw(st.sampled_from(SKEWS))
     total = 0 if skew == "none" else draw(st.integers(0, rows))
@@ -33,7 +33,7 @@ def draws(draw, engine="chunked", experts=64, rows=60, width=40, dtypes=(*DTYPES
         sizes[draw(st.integers(0, e - 1))] = total
     else:
         cuts = sorted(draw(st.lists(st.integers(0, total), min_size=e - 1, max_size=e - 1)))
-        if skew == "empty":  # every second expert
+        if skew == "empty":  # every second expert has no row
             cuts[::2] = cuts[1::2] + cuts[len(cuts) - len(cuts) % 2 :] if cuts else []
         sizes = [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
     return Draw(
@@ -98,7 +98,7 @@ def test_small_tiles(draw, halves, group):
 )  # fmt: skip
 @example(Draw(BF16, (33, 0, 17, 1, 0), 0, 0, 3, "", "triton"), 24, 80, "plain", True)
 @example(Draw(FP16, (0, 20, 0, 31), 0, 0, 0, "", "triton"), 48, 32, "transposed", False)
-@example(Draw(BF16, (60,), 0, 0, 0, "", "triton"), 24, 24, "transposed", False)  # K is no whole number of blocks
+@example(Draw(BF16, (60,), 0, 0, 0, "", "triton"), 24, 24, "transposed", False)  # K is not a multiple of the block
 @example(Draw(FP16, (0,), 0, 0, 1, "", "triton"), 8, 16, "transposed", False)
 def test_small_tiles_by_tma(draw, n, k, layout, halves):
     drawn = replace(draw, n=n, k=k, layout=layout)
@@ -106,7 +106,7 @@ def test_small_tiles_by_tma(draw, n, k, layout, halves):
     w = drawn.weights(n, k)
     taken = group_operands(config, [drawn.rows(k)], [w])
     whole, rows = layout == "plain" or k % 16 == 0, drawn.used + drawn.spare
-    by_rows = rows == 1 or (rows > 0 and layout == "plain")  # one row lies the same either way
+    by_rows = rows == 1 or (rows > 0 and layout == "plain")  # a single row has the same layout either way
     assert (taken["TMA"], taken["X_TMA"]) == (whole, whole and by_rows)
     assert taken["ACROSS"] == (whole and layout == "transposed")
     interpreted(laws.tiles_law, drawn, config)
@@ -156,7 +156,7 @@ def test_offsets_that_leave_the_rows_reach_no_memory_outside():
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_formulas_of_grouped_mm(layout, biased):
-    """torch 2.13 has it for CPU tensors too, as a loop."""
+    """From torch 2.13 on, grouped_mm also takes CPU tensors, as a loop."""
     for sizes in ((5, 0, 9), (0, 0), (16,)):
         try:
             laws.vendor_law(Draw(BF16, sizes, 16, 24, 2, layout), biased)
@@ -206,7 +206,7 @@ def test_gradcheck(act):
 
 
 def test_each_gradient_is_computed_only_where_it_is_wanted(monkeypatch):
-    """A pass for inputs alone runs no wgrad, and the other way round."""
+    """A pass for the inputs alone runs no wgrad, and vice versa."""
     draw = Draw(FP32, (2, 0, 3), 4, 3, 1)
     x, gate, up = (t.requires_grad_() for t in (draw.rows(3), draw.weights(4, 3), draw.weights(4, 3, seed=2)))
     y = fusedtp.grouped_gated(x, gate, up, draw.offsets) + fusedtp.grouped_matmul(x, gate, draw.offsets)
@@ -218,7 +218,7 @@ def test_each_gradient_is_computed_only_where_it_is_wanted(monkeypatch):
     assert sorted(ran) == ["grouped_gated_backward", "grouped_matmul", "grouped_matmul"]
     ran.clear()
     both = torch.autograd.grad(y, (gate, up), dy, retain_graph=True)
-    assert sorted(ran) == ["grouped_wgrad"] * 2  # gate's and up's in one call, by what the first pass has kept
+    assert sorted(ran) == ["grouped_wgrad"] * 2  # one joint call for gate and up, from what the first pass kept
     ran.clear()
     (one,) = torch.autograd.grad(y, up, dy)
     assert sorted(ran) == ["grouped_gated_backward", "grouped_wgrad"]
@@ -321,7 +321,7 @@ def test_grouped_mm_says_what_it_does_not_take():
 
 @pytest.mark.parametrize("layout", laws.LAYOUTS)
 def test_rows_for_grouped_mm_are_whole_and_aligned(layout):
-    """On a GPU other rows fail, some for good."""
+    """On a GPU, other rows fail, some permanently."""
     x = laws.laid_out(torch.arange(16.0 * 24).view(16, 24).bfloat16(), layout)
     rows = laws.engines._whole_rows(x)
     assert torch.equal(rows, x) and rows.stride(1) == 1

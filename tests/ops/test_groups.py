@@ -1,4 +1,4 @@
-"""Operations on the dimensions of a mesh, by object and by name, two groups in turn; and the memory a group takes."""
+"""Operations on mesh dimensions, by object and by name, with two groups in turn; and the memory of a group."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 def on_both_dimensions(group, engine: str) -> None:
-    """A 2 x 2 mesh: in its columns this rank is another one than in its rows, and in neither the global one."""
+    """A 2 x 2 mesh: this rank's numbers in its row, in its column and in the world differ."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     row, column = divmod(group.rank(), 2)
     w = numbers(5, 4, seed=99)
@@ -40,7 +40,7 @@ def test_mesh_dimensions_are_groups_of_their_own(engine):
 
 
 def of_plain_and_distributed_weights(group, engine: str) -> None:
-    """The same call with plain weights and with DTensors, by turns: each rank's part is meant, of gradients too."""
+    """The same call with plain weights and with DTensors, in turn: each uses this rank's shard, for gradients too."""
     mesh, w = init_device_mesh("cpu", (2,)), group.size()
     calls = {
         "all_gather_matmul": (Shard(0), lambda x, a, b, **how: fusedtp.all_gather_matmul(x, [a], biases=[b], **how)[0]),
@@ -85,7 +85,7 @@ def of_weights_that_lie_elsewhere(group) -> None:
         return fusedtp.matmul_reduce_scatter(own, distribute_tensor(w, on, placements), tp)
 
     refused = [
-        lambda: gathers(Shard(0), Shard(0)),  # as FSDP leaves it
+        lambda: gathers(Shard(0), Shard(0)),  # as FSDP shards it
         lambda: gathers(Shard(0), on=mesh["dp"]),
         lambda: gathers(Shard(0), Replicate()),
         lambda: scatters(Shard(0), Shard(1)),
@@ -97,7 +97,7 @@ def of_weights_that_lie_elsewhere(group) -> None:
             ValueError, match=r"a weight or bias of shape \(8, 8\) has placements .*; wanted Shard\([01]\) over"
         ):
             call()
-    for on, before in ((tp, ()), (mesh, (Replicate(),))):  # replicas over other ranks are this rank's part too
+    for on, before in ((tp, ()), (mesh, (Replicate(),))):  # a replica over other dimensions is a valid shard
         want = numbers(4, 8, seed=0), numbers(4, 8, seed=1)
         assert torch.equal(gathers(*before, Shard(0), on=on), torch.cat(want) @ w.chunk(2)[tp.get_local_rank()].T)
         parts = [of.chunk(2, 1)[p] @ w.chunk(2, 1)[p].T for p, of in enumerate(want)]

@@ -18,7 +18,7 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 def every_operation(group, engine: str, rows: int) -> Tensor:
-    """Values of all operations, and of their gradients where there are any, exact; the same on every rank."""
+    """All operations give exact values, and exact gradients where there are any; results are equal on all ranks."""
     r, w = group.rank(), group.size()
     x = numbers(w * rows, 8, seed=rows)
     own = x[r * rows : (r + 1) * rows].clone().requires_grad_()
@@ -42,7 +42,7 @@ def every_operation(group, engine: str, rows: int) -> Tensor:
 def inference_first(group, engine: str) -> None:
     with torch.inference_mode():
         every_operation(group, engine, 3)
-    every_operation(group, engine, 3)  # in memory that was made under inference_mode
+    every_operation(group, engine, 3)  # in memory that was allocated under inference_mode
     every_operation(group, engine, 200)
 
 
@@ -65,7 +65,7 @@ def test_a_group_trains_after_inference(story, engine):
 
 
 def gathers_by_copy(group) -> None:
-    """Copies write slots and peers' flags through tensors, where kernels write to addresses."""
+    """Copies write slots and peers' flags through tensors, while kernels write to addresses."""
     comm, w = communicator(group), group.size()
     weight = numbers(8, 8, seed=1)
     for inference, rows in ((True, 3), (False, 3), (True, 200), (False, 200)):
@@ -85,7 +85,7 @@ def test_copies_beside_a_kernel_write_after_inference():
 
 
 def fails_after_inference(group) -> str:
-    """A call that fails resets what kernels recorded; the group, which began under inference_mode, stays usable."""
+    """A failed call resets what kernels recorded; the group, first used under inference_mode, stays usable."""
     x, w = torch.ones(2, 3), torch.ones(4, 3)
 
     def gather(num_weights: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a launcher chooses for GPUs that are not here."""
+"""The launch configurations chosen for GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fusedtp.ops.rows import Rows
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_cuda_is_told_of_registers(dtype):
-    """Other backends and the interpreter refuse the option."""
+    """Other backends and the interpreter reject the option."""
     for machine in (HOST, *(machine_of(target) for target in TARGETS.values())):
         options = [
             Launch(None, 1, {}, tiles(machine, dtype, rows, 512, even)).options
@@ -57,7 +57,7 @@ def test_a_large_two_shot_all_reduce_takes_the_tiles_of_the_whole_product(target
 
 @pytest.mark.parametrize("programs", [4, 16, 132])
 def test_a_grid_counts_on_one_program_a_multiprocessor(programs):
-    """The lint's rule of occupancy asks for no more. On a GPU that ranks share, all programs of a rank fit its part."""
+    """The lint's occupancy rule requires no more. On a GPU shared by ranks, all programs of a rank fit its share."""
     rows, w, n = Rows((1024,) * 8), 8, 4096
     x, full = (torch.empty(extent, 64, dtype=torch.bfloat16, device="meta") for extent in (1024, 8192))
     weight, view = torch.empty(n, 64, dtype=torch.bfloat16, device="meta"), _view(w)
@@ -88,7 +88,7 @@ def test_all_programs_have_a_chunk_in_a_round_and_all_ranks_a_part_of_a_last_sum
     assert args["window"] * world_size <= max(programs, world_size)
     parts, height = part_args(config, rows, world_size).values()
     assert parts == min(world_size, rows, 16)
-    assert height * parts >= min(rows, 16) > height * parts - parts  # rows of a tile that there are
+    assert height * parts >= min(rows, 16) > height * parts - parts  # the rows of a tile that exist
 
 
 @given(
@@ -106,7 +106,7 @@ def test_chunks_of_a_two_shot_all_reduce_have_a_flag_each_for_partials_and_for_s
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_descriptor_is_what_its_constructor_makes(transposed):
-    """Which takes every matrix that `describable` does."""
+    """The constructor accepts every matrix that `describable` accepts."""
     descriptors = pytest.importorskip("triton.tools.tensor_descriptor")
     full = torch.empty(40, 64, dtype=torch.bfloat16)
     x = full[:, 8:32] if not transposed else full.t().contiguous().t()[:, :24].t()
@@ -148,7 +148,7 @@ def test_parts_of_a_row_are_whole_blocks_and_few(width, block):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 70), st.booleans(), st.booleans())
 def test_operands_of_a_sum_over_ranks_end_at_whole_vectors(t, n, k, x_across, w_across):
-    """Unless neither has contiguous rows; their product is the same."""
+    """Unless neither has contiguous rows; the product is the same."""
 
     def drawn(rows: int, across: bool) -> torch.Tensor:
         x = (torch.arange(rows * k).view(rows, k) % 7 - 3.0).bfloat16()

@@ -1,4 +1,4 @@
-"""How ranks that share a GPU start a kernel together; kernels are played by what notes who did what."""
+"""How ranks that share a GPU start a kernel together; a fake kernel records who did what."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ W = 4
 
 
 class Kernel:
-    """Compiles on first use, slowly, and not for two ranks at once; notes who started it."""
+    """A fake kernel: compiles slowly on first use, never for two ranks at once; records who started it."""
 
     def __init__(self) -> None:
         self.busy, self.compiled, self.started = threading.Lock(), 0, []
@@ -46,7 +46,7 @@ class Kernel:
 
 
 def device_view_of(**known: Any) -> DeviceView:
-    """Of a rank whose kernels look at nothing else."""
+    """A device view with only the given fields set; the rank's kernels read nothing else."""
     return DeviceView(**{field.name: known.get(field.name, torch.zeros(2)) for field in fields(DeviceView)})
 
 
@@ -59,14 +59,14 @@ def test_ranks_of_one_gpu_compile_one_by_one_and_go_on_when_all_have_started():
         time.sleep(0.02 * random.Random(group.rank()).random())
         view = device_view_of(meet=communicator(group).world.barrier)
         launch.run(view, torch.device("cpu"))
-        return len(kernel.started)  # what follows may wait for the device, and so for all of them
+        return len(kernel.started)  # the next step may wait for the device, and thus for all ranks
 
     assert VirtualWorld(W).run(body) == [W] * W
     assert len(kernel.started) == W
 
 
 def test_operands_on_another_gpu_than_the_group_s_are_refused():
-    """Its kernel would store where this GPU reaches nothing, which ends the process's use of it."""
+    """The kernel would store to memory that this GPU cannot reach, which ends the process's use of the GPU."""
     pytest.importorskip("triton")
     with FakeTensorMode():
         x, w = (torch.empty(4, 32, device="cuda:1") for _ in range(2))

@@ -24,7 +24,7 @@ def numbers(*shape: int, seed: int = 0, grad: bool = True) -> Tensor:
 
 
 def arguments(name: str, engine: str, group) -> tuple:
-    """Of the custom op `name` on this rank; x has ragged rows, 4 features, and two weights where it may."""
+    """Arguments of the custom op `name` on this rank; x has ragged rows, 4 features, and two weights if allowed."""
     r, place = group.rank(), (group.group_name, group.rank(), list(SIZES), 1)
     shard, full = numbers(SIZES[r], 4, seed=r, grad=False), numbers(sum(SIZES), 4, seed=r, grad=False)
     weights = [numbers(5, 4, seed=10 + r, grad=False), numbers(2, 4, seed=20 + r, grad=False)]
@@ -56,7 +56,7 @@ OPS = [
 
 
 def check_op(group, name: str, engine: str) -> None:
-    fusedtp.reserve(group, 4096)  # registers the group, which custom ops know by name
+    fusedtp.reserve(group, 4096)  # registers the group; custom ops know it by name
     torch.library.opcheck(getattr(torch.ops.fusedtp, name).default, arguments(name, engine, group))
 
 
@@ -71,7 +71,7 @@ def every_op_is_listed(group) -> set[str]:
 
 
 def test_no_op_is_left_out():
-    """Each op is named in a file of these tests that runs torch's checks, by its name or as torch.ops has it."""
+    """Every op is named, by its name or as torch.ops has it, in a test file here that runs torch's checks."""
     checked = "".join(t for t in (p.read_text() for p in TESTS.rglob("*.py")) if "opcheck(" in t)
     (every,) = world(1).run(every_op_is_listed)
     assert {*OPS} < every
@@ -140,8 +140,8 @@ def compiled_by_inductor(group) -> None:
             numbers(4, 5, seed=19),
         )
         leaves = [t.detach().clone().requires_grad_() for t in given]
-        # its cache on disk knows a graph by torch's version, not by what our operations take in this one; and each rank
-        # would start processes that compile, for a graph that one compiles sooner, and try what vectors the machine has
+        # Inductor's disk cache is keyed by torch's version, not by the arguments that our operations take in ours. By
+        # default each rank would start compiler processes for one small graph, and probe the machine's vector units.
         alone = {"force_disable_caches": True, "compile_threads": 1, "cpp.vec_isa_ok": False}
         with torch._inductor.config.patch(alone):
             y = function(*leaves)
@@ -158,7 +158,7 @@ def test_inductor_equals_eager_with_very_uneven_rows():
 
 
 def calls_in_a_chain(group) -> int:
-    """How many of the graph's calls take an effect token from the one before."""
+    """How many of the graph's calls take an effect token from the previous call."""
     torch._dynamo.reset()
     fusedtp.reserve(group, 1 << 16)
     name, chained = communicator(group).name, []

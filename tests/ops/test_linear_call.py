@@ -1,4 +1,4 @@
-"""Kinds of calls: what was found of one call may stand for another only where nothing differs that it depends on."""
+"""Kinds of calls: a cached check or plan is reused only for calls that agree in everything it depends on."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ LAYOUTS = ("contiguous", "transposed", "sliced")
 
 
 class Drawn(NamedTuple):
-    """A call, which may be wrong in several ways."""
+    """A call; it may be wrong in several ways."""
 
     rows: int = 2
     k: int = 4
     n: int = 3
-    wide: int = 0  # columns that the weight has too many
+    wide: int = 0  # extra columns of the weight
     dtype: str = "float32"
-    of_weight: str = ""  # dtype; "": the same
+    of_weight: str = ""  # the weight's dtype; "": the same
     layouts: tuple[str, str] = ("contiguous", "contiguous")
     bias: str = ""  # "fits", "strided", "long"
     grads: tuple[bool, bool, bool] = (True, True, True)
@@ -46,11 +46,11 @@ class Drawn(NamedTuple):
     main_grad: str = ""  # "fits", "other shape"
     sizes: str = ""  # "given", "tensor", "wrong"
     engine: str = "chunked"
-    biases: int = 1  # of each weight
+    biases: int = 1  # per weight
 
 
 def calls() -> st.SearchStrategy[Drawn]:
-    """Mostly right ones, of few sizes, so that kinds come again."""
+    """Mostly valid calls of few sizes, so that kinds repeat."""
     seldom = st.sampled_from
     return st.builds(
         Drawn,
@@ -149,7 +149,7 @@ def test_a_call_does_what_it_did_if_none_came_before(drawn):
 
 
 def checks_of(group: Any, function: str, mode: str) -> list[int]:
-    """How often operands were checked: of a call, of the same one again, and of one of another kind."""
+    """The number of operand checks after a call, after the same call again, and after one of another kind."""
     checked, counts = module.check_linear, [0]
 
     def counted(*given: Any) -> None:
@@ -178,7 +178,7 @@ def test_only_the_first_call_of_a_kind_is_checked(function):
 
 
 def of_layouts(group: Any) -> list[int]:
-    """Of the same call in several layouts, each twice: which plan it has."""
+    """Make the same call in several layouts, each twice; return the index of the plan each call used."""
     plans, found = [], []
     for offset, layout in ((0, "contiguous"), (0, "sliced"), (0, "transposed"), (1, "contiguous")) * 2:
         x = torch.zeros(4 * 8 + offset)[offset:].view(4, 8)
@@ -196,7 +196,7 @@ def test_each_layout_has_a_plan_of_its_own():
 
 
 def misread(group: Any) -> None:
-    """Operands that were right are wrong as other arguments, or beside an activation that there is not."""
+    """Valid operands are invalid in other argument positions, or with an unknown activation."""
     x, a, b = torch.ones(3, 4), torch.ones(5, 4), torch.ones(5, 4)
     fusedtp.all_gather_matmul(x, [a, b], group, biases=[None, None])
     with pytest.raises(ValueError, match="got 1 weights and 3 biases"):
@@ -211,7 +211,7 @@ def test_a_kind_has_all_arguments_and_how_many_weights():
 
 
 def of_a_distributed_x(group: Any) -> None:
-    """It is refused, whatever came before, and leaves nothing that a plain one of its shape would take."""
+    """It is refused, whatever came before, and leaves no plan for a plain tensor of its shape."""
     mesh = init_device_mesh("cpu", (W,))
     x, w = torch.ones(3, 4), torch.ones(5, 4)
     whole = DTensor.from_local(x, mesh, [Shard(0)])
@@ -229,7 +229,7 @@ def test_a_distributed_x_is_of_no_kind():
 
 
 def refused(group: Any, weights: Any, good: Any) -> str:
-    """One rank's operands are no tensors: what a rank hears, and that the group goes on."""
+    """One rank's operands are not tensors; return this rank's error. The group stays usable."""
     fusedtp.set_timeout(group, 60)
     x, heard = torch.ones(3, 4), ""
     try:
@@ -248,7 +248,7 @@ def test_peers_hear_of_operands_that_are_no_tensors(wrong, said):
 
 
 def raises_before_its_call(group: Any, faulty: bool) -> str:
-    """The row-parallel layer's backward, of which one rank's gather raises before it has begun."""
+    """The row-parallel layer's backward; on the faulty rank the gather raises before it has begun."""
     gather: Any = import_module("fusedtp.ops.all_gather_matmul")
     fusedtp.set_timeout(group, 60)
     x, w = torch.ones(4, 3, requires_grad=True), torch.ones(5, 3, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Local matmuls read their operands and nothing beside them."""
+"""Local matmuls read their operands and nothing around them in memory."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from fusedtp.ops.matmul import matmul, matmul_add, matmul_as, matmul_into
 @example(256, 31, 128, 3, True, torch.bfloat16)
 @example(1, 31, 128, 3, True, torch.bfloat16)
 def test_what_stands_beside_an_operand_never_shows(m, k, n, gap, transposed, dtype):
-    """Ones, and NaN wherever they end: see Note [Steps of K on CPU]. All sums are exact in 16 bits."""
+    """Ones, with NaN past their ends: see Note [Steps of K on CPU]. All sums are exact in 16 bits."""
     rows, cols = (k, m) if transposed else (m, k)
     x = torch.full((rows + 1, cols + gap), torch.nan, dtype=dtype)[:rows, :cols].fill_(1)
     x = x.t() if transposed else x
@@ -40,14 +40,14 @@ def test_what_stands_beside_an_operand_never_shows(m, k, n, gap, transposed, dty
 @example(32, 37, 5, torch.bfloat16)
 @example(33, 34, 16, torch.bfloat16)
 def test_a_row_of_nan_stays_a_row(m, k, n, dtype):
-    """Dense rows too: nobody's rows stand right behind those of an expert."""
+    """For dense rows too: unused rows directly follow those of an expert."""
     x = torch.cat([torch.ones(m, k, dtype=dtype), torch.full((2, k), torch.nan, dtype=dtype)])
     y = matmul(x, torch.ones(k, n, dtype=dtype))
     assert torch.equal(y[:m], torch.full((m, n), float(k), dtype=dtype)) and y[m:].isnan().all()
 
 
 class Behind(TorchDispatchMode):
-    """Of each 16-bit matmul, how many zeros stand behind every row of its left operand."""
+    """Records the number of zeros behind each row of every 16-bit matmul's left operand."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ class Behind(TorchDispatchMode):
 @pytest.mark.parametrize(("k", "zeros"), [(0, 0), (1, 31), (32, 0), (33, 31), (64, 0), (100, 28)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_zeros_stand_behind_rows_that_end_within_a_step(dtype, k, zeros, monkeypatch):
-    """As on a CPU with 16-bit instructions, whichever this one has; a transposed left operand is read as it lies."""
+    """As on a CPU with 16-bit instructions, whatever this CPU has; a transposed left operand is read in place."""
     monkeypatch.setattr("fusedtp.ops.matmul._is_native", lambda dtype: True)
     x, weight = torch.ones(5, k, dtype=dtype), torch.ones(3, k, dtype=dtype)
     by_rows, by_columns = torch.ones(k, 5, dtype=dtype).t(), torch.ones(k, 3, dtype=dtype)
@@ -88,7 +88,7 @@ def test_zeros_stand_behind_rows_that_end_within_a_step(dtype, k, zeros, monkeyp
 @example(m=767, n=3, dtype=torch.bfloat16)
 @example(m=769, n=3, dtype=torch.bfloat16)
 def test_every_row_of_operands_that_are_widened_in_blocks_and_of_others(native, m, n, dtype):
-    """As on a CPU without 16-bit instructions and with them. Neighbouring rows differ."""
+    """As on a CPU with and without 16-bit instructions. Neighbouring rows differ."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedtp.ops.matmul._is_native", lambda dtype: native)
         every_row(m, n, dtype)

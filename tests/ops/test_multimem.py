@@ -1,6 +1,6 @@
-"""The engine "multimem": its kernel where no switch is at hand, who may ask for it, what other operations then run.
+"""The engine "multimem": its kernel without a switch, when it may be used, and what other operations then run.
 
-What the switch does with it, compiled, is in tests/sim/test_fused.py.
+tests/sim/test_fused.py tests the compiled kernel with a simulated switch.
 """
 
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ def test_equals_the_formula(case):
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 2), (torch.bfloat16, 3), (torch.float16, 4)], ids=str)
 def test_several_tiles_and_steps_equal_the_formula(dtype, size):
-    """Of 64 rows and columns, with tails; so many that programs sum and copy between their products."""
+    """Tiles of 64 rows and columns, with tails; enough of them that programs sum and copy between their products."""
     pytest.importorskip("triton")
     case = Case("matmul_all_reduce", "multimem", dtype, (70,) * size, 140, ((70,),) * size, biased=(True,))
     world(size).run(exact, case, timeout=200)
@@ -73,7 +73,7 @@ def test_nan_and_inf_come_out_as_plain_torch_gives_them(case):
 def rounded(group) -> tuple[bool, int]:
     """Whether bits are those of partials rounded to bf16, the first with the bias, and of their sum rounded once."""
     rank, w, n = group.rank(), group.size(), 37
-    x = (torch.arange(5)[:, None] + 250).bfloat16()  # of 8 bits
+    x = (torch.arange(5)[:, None] + 250).bfloat16()  # 8 significant bits
     weights = [(torch.arange(n)[:, None] + r + 1).bfloat16() for r in range(w)]
     bias = (torch.arange(n) * 0.75).bfloat16()
     got = fusedtp.matmul_all_reduce(x, weights[rank], group, bias=bias, engine="multimem")
@@ -91,7 +91,7 @@ def test_the_bias_is_in_the_partial_of_the_first_rank():
 
 
 def others(group) -> dict[str, set[str]]:
-    """The engines of calls that ask for multimem."""
+    """The engines used by calls that ask for multimem."""
     x, w = torch.ones(4, 8), torch.ones(6, 8)
     fusedtp.all_gather_matmul(x, [w], group, engine="multimem")
     fusedtp.matmul_reduce_scatter(x, w, group, engine="multimem")
@@ -157,7 +157,7 @@ def test_what_no_kernel_can_run_is_refused_by_its_name():
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("total, n", [(1, 1), (16, 4096), (300, 8192), (8192, 4096), (16384, 28672)])
 def test_every_thread_has_a_piece_and_every_sum_its_flag(total, n, dtype):
-    """Of what the kernel cannot check: pieces of 16 bytes in a tile, and flags of parts."""
+    """What the kernel cannot check: tiles split into pieces of 16 bytes, and flags for parts."""
     flags = 2048
     config = multimem_config(H100, dtype, total, n, flags)
     rows = sum_rows(config, dtype)

@@ -1,4 +1,4 @@
-"""No operand of a linear layer is copied on its way to a fused kernel, forward or backward, nor joined to another."""
+"""No operand of a linear layer is copied or concatenated on its way to a fused kernel, forward or backward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +17,12 @@ ROWS, K, WIDTHS = 6, 32, (16, 48, 16)
 
 @contextmanager
 def copies() -> Iterator[list[str]]:
-    """Names and shapes of what is copied, inside custom operations too, where no dispatch mode looks."""
+    """Names and shapes of copies, including those inside custom operations, which dispatch modes do not see."""
     found: list[str] = []
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         yield found
     for event in seen.events() or ():
-        # the interpreter copies whole storages, which have one dimension
+        # the interpreter copies whole storages, which are one-dimensional
         if event.name in COPYING and (event.name != "aten::copy_" or len(event.input_shapes[0]) > 1):
             found.append(f"{event.name} {event.input_shapes}")
 
@@ -32,7 +32,7 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 def gradients(group, kind: str) -> tuple[list[str], bool]:
-    """What was copied in a forward and a backward pass; whether dx is that of the formula."""
+    """The copies of a forward and a backward pass, and whether dx equals the formula."""
     r, w = group.rank(), group.size()
     mine = slice(r * ROWS, (r + 1) * ROWS)
     if kind == "column":

@@ -1,4 +1,4 @@
-"""The matmul of one device under the interpreter: every dtype, layout and path to the operands, and fp8."""
+"""The single-device matmul in the interpreter: every dtype, layout and path to the operands, and fp8."""
 
 import pytest
 import torch
@@ -114,7 +114,7 @@ def test_bad_input_says_what_was_given(call, said):
 
 
 def refused() -> list[str]:
-    """Where there is Triton: dtypes that do not fit each other, and an fp8 that the device does not multiply."""
+    """With Triton: mismatched dtypes, and an fp8 format that the device cannot multiply."""
     said = []
     for x, w, bias in ((X.double(), W.double(), None), (X, W.half(), None), (X, W, torch.ones(6).half())):
         with pytest.raises(ValueError) as raised:

@@ -1,4 +1,4 @@
-"""Elementwise kernels under the interpreter: values and gradients of fp64 for any shape, dtype and layout."""
+"""Elementwise kernels in the interpreter: values and gradients of fp64 for any shape, dtype and layout."""
 
 from types import SimpleNamespace
 
@@ -85,7 +85,7 @@ def test_rotary_embedding_of_queries_and_keys(draw, shared_positions):
 
 
 def test_kernels_serve_tensors_of_one_gpu(monkeypatch):
-    """A launch looks at addresses alone: operands on another device would be read as if they were on this one."""
+    """A launch only sees addresses: operands on another device would be read as if they were on this one."""
     monkeypatch.setattr(pointwise, "runs_kernels", lambda device: True)
 
     def on(device, dtype=torch.float32):

@@ -1,4 +1,4 @@
-"""Prepared launches: operands of one shape, but of other strides, addresses, biases or dtypes, never share one."""
+"""Prepared launches: operands with equal shapes but other strides, addresses, biases or dtypes never share one."""
 
 from itertools import product
 
@@ -21,14 +21,14 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 def all_layouts(group, operation: str) -> None:
-    """The same call with every pair of layouts, twice, so that the second meets what the first has prepared."""
+    """The same call with every pair of layouts, twice, so that the second round uses what the first prepared."""
     r, w = group.rank(), group.size()
     own = slice(r * ROWS, (r + 1) * ROWS)
     for turn, (of_x, of_w) in enumerate(2 * list(product(LAYOUTS, repeat=2))):
         height = ROWS if operation.startswith("all_gather") else w * ROWS
         x = arrange(numbers(1 if of_x == "expanded" else height, K, seed=turn), (height, K), of_x)
         weight = arrange(numbers(1 if of_w == "expanded" else N, K, seed=99 + turn), (N, K), of_w)
-        bias = numbers(2 * N, seed=turn)[:: 2 if turn % 3 else 1][:N] if turn % 2 else None  # strided, or not
+        bias = numbers(2 * N, seed=turn)[:: 2 if turn % 3 else 1][:N] if turn % 2 else None  # strided or contiguous
         zero = torch.zeros(N) if bias is None else bias
         where = f"turn {turn}: x {of_x}, weight {of_w}"
         if operation == "all_gather_matmul":
@@ -56,7 +56,7 @@ def test_each_layout_has_a_launch_of_its_own(operation):
 
 
 def tensors_within(value: object) -> int:
-    """Tensors that a prepared launch keeps alive, but for those of the group itself."""
+    """The tensors that a prepared launch keeps alive, other than the group's own."""
     if isinstance(value, Tensor):
         return 1
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What runs is counted, and named in a profile: `fusedtp.<operation>.<engine>`, backward and loss included."""
+"""Every call is counted, and named in a profile: `fusedtp.<operation>.<engine>`, backward and loss included."""
 
 import pytest
 import torch

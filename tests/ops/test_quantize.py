@@ -1,4 +1,4 @@
-"""The kernels that make fp8, under the interpreter."""
+"""The quantization kernels in the interpreter."""
 
 from dataclasses import replace
 
@@ -70,7 +70,7 @@ def test_every_value_and_what_lies_between(kind):
 
 @given(KINDS, st.integers(0, 5), st.integers(0, 40))
 def test_what_was_packed_is_packed_without_a_copy(kind, rows, k):
-    """As the kernel leaves it; not where values and scales only look alike."""
+    """For the kernel's own output layout; not if values and scales only look like it."""
     packed = pack(*quantize(torch.randn(rows, k), kind))
     values, scale = unpack(packed, k, kind)
     again = pack(values, scale)

@@ -1,4 +1,4 @@
-"""The scaled_ operations of fp8: their declared formulas on what values and scales mean, and errors."""
+"""The scaled_ operations of fp8: their declared formulas on the values that fp8 and scales represent, and errors."""
 
 from dataclasses import dataclass, replace
 from unittest.mock import patch
@@ -28,11 +28,11 @@ REDUCE = "scaled_matmul_all_reduce"
 
 @dataclass(frozen=True)
 class Case:
-    """One call. sizes: rows of every rank, per batch entry (of an all-reduce their sum counts); ks, widths: of every
+    """One call. sizes: rows of every rank, per batch entry (an all-reduce uses only their sum); ks, widths: of every
     rank, K and N_i.
 
     kinds    of x and of the weights
-    by_row   whether x and the weights have a scale of each row, or one element
+    by_row   whether x and the weights have one scale per row, or a single one
     """
 
     operation: str
@@ -88,7 +88,7 @@ def cases(draw, engine: str, dtypes=(FP32,), rows: int = 12, most: int = 40) -> 
 
 @dataclass
 class Operand:
-    """One of a rank: fp8 values, and scales of rows, or one."""
+    """One operand of a rank: fp8 values, and scales of rows, or a single scale."""
 
     values: Tensor
     scale: Tensor
@@ -103,7 +103,7 @@ class Operand:
 
 @dataclass
 class Given:
-    """Of each rank: x (its own rows in a gather, else all), weights and biases."""
+    """For each rank: x (its own rows in a gather, else all), weights and biases."""
 
     xs: list[Operand]
     weights: list[list[Operand]]
@@ -111,7 +111,7 @@ class Given:
 
 
 def drawn(case: Case, whole: bool = True) -> Given:
-    """Small integers times powers of two, of which no sum rounds in fp32; or normal numbers, quantized."""
+    """Small integers times powers of two, so that no sum rounds in fp32; or normal numbers, quantized."""
     g = torch.Generator().manual_seed(case.seed)
 
     def draw(*shape: int, kind: torch.dtype, by_row: bool) -> Operand:
@@ -121,7 +121,7 @@ def drawn(case: Case, whole: bool = True) -> Given:
             return Operand(values, 2.0 ** torch.randint(-2, 3, scaled, generator=g))
         x = torch.randn(shape, generator=g) * 4.0 ** torch.randn((*shape[:-1], 1), generator=g)
         values, scale = fp8.quantize(x.flatten(0, -2), kind, by_row=by_row)
-        return Operand(values.view(shape), scale.view(scaled) * 1.1)  # of any scale
+        return Operand(values.view(shape), scale.view(scaled) * 1.1)  # an arbitrary scale
 
     lead = () if case.batch is None else (case.batch,)
     full = [draw(*lead, sum(case.sizes), k, kind=case.kinds[0], by_row=case.by_row[0]) for k in case.ks]
@@ -147,12 +147,12 @@ def drawn(case: Case, whole: bool = True) -> Given:
 
 
 def apart(scale: Tensor) -> Tensor:
-    """Scales of rows that do not follow each other, as those of packed rows do not."""
+    """Row scales that are not contiguous, like those of packed rows."""
     return scale if scale.shape == (1,) else torch.cat([scale, scale * 3], -1)[..., :1]
 
 
 def wanted(case: Case, given: Given, rank: int) -> list[Tensor]:
-    """By the declared formula in fp64."""
+    """The expected results by the declared formula in fp64."""
     biases = [None if b is None else b.double() for b in given.biases[rank]]
     if case.operation == GATHER:
         x = torch.cat([x.meant for x in given.xs], case.dim)
@@ -183,7 +183,7 @@ def computed(group, case: Case, given: Given) -> list[Tensor]:
 
 
 def equals_the_formula(group, case: Case) -> None:
-    """Of integers that no sum rounds, bit for bit; a gather's 16-bit results are the fp64 formula's, rounded once."""
+    """On integers, where no sum rounds, results are exact; a gather's 16-bit results equal fp64's, rounded once."""
     given = drawn(case)
     got, want = computed(group, case, given), wanted(case, given, group.rank())
     for i, (mine, right) in enumerate(zip(got, want, strict=True)):
@@ -191,7 +191,7 @@ def equals_the_formula(group, case: Case) -> None:
 
 
 FEW = Case(GATHER, "triton", (70, 0, 37), (135,) * 3, ((67, 5), (40, 3), (3, 64)), (E5M2, E4M3), biased=True)
-MANY = replace(FEW, sizes=(90, 0, 60), batch=2, by_row=(True, True))  # more than are brought together
+MANY = replace(FEW, sizes=(90, 0, 60), batch=2, by_row=(True, True))  # more rows than the few-rows kernel takes
 SUMMED = Case(SCATTER, "triton", (70, 0, 37), (135, 64, 3), ((67,),) * 3, by_row=(True, False), biased=True)
 IN_ONE_SHOT = replace(SUMMED, operation=REDUCE)
 IN_TWO_SHOTS = replace(SUMMED, operation=REDUCE, sizes=(500, 0, 400), ks=(16, 5, 3), widths=((80,),) * 3)
@@ -226,12 +226,12 @@ def test_threads_equal_the_formula(case):
 
 
 def rounds_once(group, case: Case, of_unit: float = 0.0) -> None:
-    """Of random operands: fp32 sums, and one rounding of the result; of a sum over ranks one of each partial more.
+    """Random operands: fp32 sums and one rounding of the result; a sum over ranks also rounds each partial.
 
-    A product of two fp8 is exact in fp32. K of them lose K eps of the sum of their magnitudes, two scales, the bias and
-    the ranks' sum eps each. gloo sums 16 bits in fp32 here, and one rank's partial after another.
+    A product of two fp8 is exact in fp32. Summing K of them loses K eps of the sum of their magnitudes; two scales, the
+    bias and the ranks' sum lose eps each. gloo sums 16-bit partials in fp32 here, one rank after another.
 
-    of_unit   what a matrix unit loses that sums in fewer bits
+    of_unit   the extra error of a matrix unit that sums in fewer bits
     """
     given, rank, size = drawn(case, whole=False), group.rank(), len(case.sizes)
     got, want = computed(group, case, given), wanted(case, given, rank)
@@ -280,9 +280,9 @@ def test_a_repeated_call_gives_the_same_bits(engine, case):
 
 
 def keeps_nan_in_its_row(group, case: Case, value: float) -> None:
-    """A value, a scale of a row of x, and one of a weight's row: what they meet, and nothing else, is NaN or infinite.
+    """NaN or infinity in a value, in a scale of a row of x, or in a weight's row scale reaches its own results only.
 
-    Not an infinite scale, which multiplies the sum.
+    An infinite scale is left out, because it multiplies the sum.
     """
     rank = group.rank()
     for part in ("value", "x_scale", "w_scale") if value != value else ("value",):
@@ -307,7 +307,7 @@ def test_nan_and_infinity_stay_where_they_are(engine, value, case):
 
 
 def compiled(group, case: Case) -> None:
-    """One compiled graph equals eager code; torch's checks of the op."""
+    """One compiled graph equals eager code; torch's checks of the op pass."""
     torch._dynamo.reset()  # graphs of the other cases count against the limit
     fusedtp.reserve(group, 1 << 16)
     given, rank = drawn(case), group.rank()
@@ -331,7 +331,7 @@ def compiled(group, case: Case) -> None:
         given_op = (packed, x.values.dtype, [w.values], [w.scale], [bias], case.dtype, True)
     else:
         given_op = (x.values, x.scale, w.values, w.scale, bias, case.dtype)
-    # the others compare operands by allclose, which takes no fp8
+    # the others compare operands by allclose, which does not support fp8
     checks = ("test_autograd_registration", "test_faketensor")
     torch.library.opcheck(getattr(torch.ops.fusedtp, case.operation).default, (*given_op, *spec), test_utils=checks)
     of_one = (x.values, x.scale, w.values, w.scale, bias, case.dtype)

@@ -1,5 +1,5 @@
-"""Laws: a backward split in an input pass and a weight pass communicates no more than a whole one, and a dy that is
-changed between the two counts as it is in each.
+"""Laws: a backward split into an input pass and a weight pass communicates no more than a single backward, and each
+pass uses dy as it is at that time.
 
 torch's zero-bubble pipeline schedules run backward in these two passes; Note [One autograd path] in ops/operation.py.
 """
@@ -55,7 +55,7 @@ def test_each_pass_communicates_once_and_gradients_are_those_of_a_whole_backward
 
 
 def _dw_of_a_changed_dy(group: object) -> list[bool]:
-    """dw of a weight pass with dy as it was in the input pass, and with dy changed in place since then."""
+    """Whether dw of a weight pass is right, with dy unchanged since the input pass and with dy changed in place."""
     comm = communicator(group)
     generator = torch.Generator().manual_seed(comm.rank)
     x = torch.randint(-2, 3, (3 * comm.world_size, 4), generator=generator).float().requires_grad_()

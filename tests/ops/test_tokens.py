@@ -1,4 +1,4 @@
-"""Movers of token rows: forward and backward are each other's transpose, for any rows a rank, also none."""
+"""Token movers: forward and backward are each other's transpose, for any number of rows per rank, including none."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_movers_and_their_transposes(sizes, tail):
 
 
 def several_in_one_call(group, sizes: tuple[int, ...], tail: tuple[int, ...]) -> None:
-    """As one after the other, with gradients for those that have one: one call forward, one back, of any dtypes."""
+    """One call for several tensors of any dtype equals separate calls, with gradients where a tensor has one."""
     r, comm = group.rank(), communicator(group)
     own = [
         numbers(sizes[r], *tail, seed=r),
@@ -82,7 +82,7 @@ def test_several_are_gathered_in_one_call(sizes, tail):
 
 
 def several_compiled(group, floats: int) -> None:
-    """Gradients of so many, and of none."""
+    """With gradients for `floats` of the tensors, or for none."""
     r, sizes = group.rank(), (2, 3)
     fusedtp.reserve(group, 1 << 12)
     own = [numbers(sizes[r], 2 + i, seed=r + i) for i in range(floats)]
@@ -125,7 +125,7 @@ def test_scalars_are_summed_too():
 def counted(group) -> None:
     comm, sizes = communicator(group), (2, 1)
     x = torch.ones(2 - group.rank(), 4, requires_grad=True)
-    big = torch.ones(3, 1 << 17, requires_grad=True)  # in two shots, which are one call
+    big = torch.ones(3, 1 << 17, requires_grad=True)  # a two-shot all-reduce, which counts as one call
     laws = {
         "all_gather_rows": lambda: tokens.gather_tokens(x, group, sizes, layer="head"),
         "reduce_scatter_rows": lambda: tokens.reduce_scatter_tokens(big, group, sizes, layer="head"),
@@ -148,7 +148,7 @@ def test_every_move_is_counted_once_for_its_layer_and_so_is_its_backward():
 
 
 def second_derivatives(group, mover: str) -> list[float]:
-    """Of sum((mover(x) * c)^3): movers are linear, and their backward is differentiable too."""
+    """Gradients of sum((mover(x) * c)^3): movers are linear, and their backward is differentiable too."""
     w, sizes = group.size(), (1,) * group.size()
     shape = (1, 1) if mover == "gather_tokens" else (w, 1)
     x = torch.full(shape, 1.0, requires_grad=True)

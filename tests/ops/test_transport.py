@@ -1,4 +1,4 @@
-"""Who brings the rows of a fused gather, programs of the kernel or copies beside it: the results do not tell."""
+"""The rows of a fused gather are moved by the kernel's programs or by copies beside it; results are the same."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from fusedtp.ops.operation import OPERATIONS, Spec
 from fusedtp.ops.rows import Rows
 from tests.harness import PerRank, world
 
-SIZES = [(53, 42, 44), (0, 133, 5), (270, 1, 20), (0, 0, 0), (8, 8, 8)]  # the third grows the workspace, two are few
+SIZES = [(53, 42, 44), (0, 133, 5), (270, 1, 20), (0, 0, 0), (8, 8, 8)]  # the third grows the slots, two are few rows
 K = 24
 
 
@@ -23,13 +23,13 @@ def whole(number: int, *shape: int) -> Tensor:
 
 
 def mixed_calls(group, transports: list[str]) -> None:
-    """Gathers of every size by this rank's `transports` in turn, with calls of other kinds between."""
+    """Gathers of every size with this rank's `transports` in turn, and calls of other kinds between them."""
     comm = communicator(group)
     for i in range(len(SIZES) + 2):
         rows = Rows(SIZES[i % len(SIZES)])
         by, x, w = transports[i % len(transports)], whole(i, rows.total, K), whole(100 + i, 17, K)
         mine, bias = x[rows.offset(comm.rank) :][: rows.local(comm.rank)], whole(200 + i, 17)
-        mine = mine.t().contiguous().t() if i % 2 else mine  # a copy wants rows in one piece
+        mine = mine.t().contiguous().t() if i % 2 else mine  # a copy needs contiguous rows
         spec = Spec(comm.name, comm.rank, rows.sizes, engine={"copy": BY_COPY, "programs": "triton"}[by])
         y, kept = OPERATIONS["all_gather_matmul"](spec, mine, [w], [bias], True)
         assert torch.equal(kept, x) and torch.equal(y, x @ w.T + bias), (i, by)
@@ -46,7 +46,7 @@ def mixed_calls(group, transports: list[str]) -> None:
 
 @pytest.mark.parametrize("transports", [["copy"] * 3, ["copy", "programs", "copy"]], ids=["all", "mixed"])
 def test_the_results_do_not_tell_who_brought_the_rows(transports):
-    """All ranks alike; then each rank for itself, and another way from call to call."""
+    """All ranks with the same transport; then each rank with its own, changing from call to call."""
     pytest.importorskip("triton")
     if transports[1] == "copy":
         world(3).run(mixed_calls, ["copy"])
@@ -56,7 +56,7 @@ def test_the_results_do_not_tell_who_brought_the_rows(transports):
 
 
 def asked_for_copies(group, operation: str) -> list[bool]:
-    """Whether copies bring as many rows as come together, and more."""
+    """Whether copies move the rows: once with few rows, once with more."""
     comm, fp8 = communicator(group), operation.startswith("scaled")
     x, w = (torch.ones(n, 8).to(torch.float8_e4m3fn if fp8 else torch.float32) for n in (90, 16))
     for each in (40, 90):
@@ -70,7 +70,7 @@ def asked_for_copies(group, operation: str) -> list[bool]:
 
 @pytest.mark.parametrize("operation", ["all_gather_matmul", "all_gather_gated_matmul", "scaled_all_gather_matmul"])
 def test_copies_bring_no_few_rows(operation):
-    """Their kernel waits for one flag of each rank, and copies would set it too."""
+    """The few-rows kernel waits for one flag of each rank, and copies would set that flag too."""
     pytest.importorskip("triton")
     assert world(3).run(asked_for_copies, operation, fresh=True) == [[False, True]] * 3
 

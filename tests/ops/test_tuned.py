@@ -1,4 +1,4 @@
-"""Tuned configurations: a lookup never raises, ranks agree, and a table is believed whole or not at all."""
+"""Tuned configurations: a lookup never raises, ranks agree, and a table is accepted as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_lookup_never_raises_and_finds_what_was_written(tmp_path_factory, kern
 
 @given(st.sampled_from(("rows", "cols", "k")), st.integers(0, 1 << 40), st.integers(0, 1 << 40))
 def test_a_class_is_a_range_of_extents(axis, a, b):
-    """Buckets rise, hold what they are named by, and reach over at most a factor of two."""
+    """Buckets are monotonic, contain the number that names them, and span at most a factor of two."""
     low, high = (tuned.bucket(axis, n) for n in sorted((a, b)))
     assert low <= high and tuned.bucket(axis, low) == low
     if axis != "rows" or a <= tuned.MOST_ROWS:
@@ -84,7 +84,7 @@ def test_a_class_is_a_range_of_extents(axis, a, b):
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory) -> Path:
-    """A table with another configuration for every class of small extents."""
+    """A table with a different configuration for every class of small extents."""
     random, table = Random(0), []
     for kernel in ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "two_shot", "one_shot", "few_rows"):
         axes = tuned.KERNELS[kernel].axes
@@ -109,7 +109,7 @@ def full(tmp_path_factory) -> Path:
     st.booleans(),
 )
 def test_ranks_agree_on_what_travels(full, sizes, ns, ks, shared, shared_gpu):
-    """Gathers with another N, reductions with another K on every rank: chunks, and tiles that are sent, are alike."""
+    """Ranks differ in N of a gather, or K of a reduction, but agree on chunks and on the tiles that are sent."""
     world = len(sizes)
     rows, view, machine = Rows(tuple(sizes)), _view(world), replace(H200, shared_gpu=shared_gpu)
     with tables_in(full), warnings.catch_warnings():
@@ -128,7 +128,7 @@ def test_ranks_agree_on_what_travels(full, sizes, ns, ks, shared, shared_gpu):
             assert few.args["BLOCK_M"] >= sum(sizes)
             cut = ("BLOCK_M", "BLOCK_N", "GROUP", "group")
             at_once = plan_one_shot(*at, x, w, None, 1, None, machine)[0]
-            programs = at_once.programs  # each has a flag
+            programs = at_once.programs  # each program has a flag
             agreed = *(launch.args[name] for launch in (one, two, few) for name in cut), programs
             reductions.add((*agreed, *(at_once.args[name] for name in cut[:-1])))
             if shared_gpu:
@@ -183,7 +183,7 @@ def test_without_a_table_the_default_is_taken_and_said_once(empty: Path, monkeyp
         warnings.simplefilter("error")
         tuned.forget()
         tuned.lookup("matmul", HOST, FLOAT, **MATMUL)  # the interpreter
-        tuned.lookup("matmul", replace(H200, name=""), FLOAT, **MATMUL)  # a GPU that is not here
+        tuned.lookup("matmul", replace(H200, name=""), FLOAT, **MATMUL)  # an absent GPU
         tuned.forget()
         assert tuned.summary() == "" and tuned.report() == []
         monkeypatch.setenv("RANK", "3")
@@ -202,7 +202,7 @@ def test_the_default_of_a_class_is_what_tiles_gives(empty: Path):
     default = tiles(H200, torch.bfloat16, 64, 64)
     assert default.max_registers == ALL_REGISTERS
     assert tuned.tile(default, {}) is default
-    assert tuned.tile(default, TILE) == Config(**TILE)  # nothing of another tile's
+    assert tuned.tile(default, TILE) == Config(**TILE)  # nothing is taken from an entry for another tile
     by_tma = replace(default, tma=True)
     assert tuned.tile(by_tma, TILE).tma and not tuned.tile(by_tma, TILE | {"tma": 0}).tma
 
@@ -238,7 +238,7 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_one_bad_entry_puts_the_table_aside(what: str, empty: Path):
-    """With a warning that names the file and the field; also the good entry beside it is not believed."""
+    """A warning names the file and the field; the valid entry beside it is ignored too."""
     bad, told = BAD[what]
     good = entry("matmul", TILE, **MATMUL)
     path = write_configurations(empty, [good, bad] if bad else [good], "nvidia-h200" if bad else "nvidia-a100")
@@ -298,7 +298,7 @@ def damage(draw: st.DrawFn, data: bytes) -> bytes:
 @settings(max_examples=60)
 @given(st.data())
 def test_damage_gives_the_default_or_changes_nothing(tmp_path_factory, data):
-    """Bytes replaced, lost or added. Only where the content stays (a blank more) may the table still be believed."""
+    """Bytes replaced, lost or added. The table may be used only if its content is unchanged (e.g. an extra blank)."""
     folder, good = tmp_path_factory.mktemp("tables"), entry("matmul", TILE, **MATMUL)
     path = write_configurations(folder, [good])
     before = json.loads(path.read_bytes())
@@ -313,7 +313,7 @@ def test_damage_gives_the_default_or_changes_nothing(tmp_path_factory, data):
 
 
 def both_found() -> tuple[str, bool]:
-    """The engine of the table of engines, and whether the table of configurations has its entry."""
+    """The engine from the table of engines, and whether the table of configurations has its entry."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         key = measured.Key("matmul_all_reduce", "float32", 2, "processes")
@@ -322,7 +322,7 @@ def both_found() -> tuple[str, bool]:
 
 
 def test_both_tables_of_a_machine_stand_in_one_file(empty: Path, monkeypatch):
-    """Writing one keeps the other; a bad entry in one puts only that one aside; a damaged file both."""
+    """Writing one keeps the other; a bad entry in one disables only that one; a damaged file disables both."""
     engines = {
         "operation": "matmul_all_reduce",
         "dtype": "float32",
@@ -344,7 +344,7 @@ def test_both_tables_of_a_machine_stand_in_one_file(empty: Path, monkeypatch):
     path.write_bytes(path.read_bytes()[:-3])
     tuned.forget()
     assert both_found() == ("", False)
-    shipped = empty / "shipped"  # a table that the user's file lacks is taken from what ships
+    shipped = empty / "shipped"  # a table missing from the user's file is read from the shipped one
     monkeypatch.setattr(measured, "SHIPPED", shipped)
     tables.write(shipped / FILE, H200.name, "engines", {}, [good], {})
     write_configurations(empty, [entry("matmul", TILE, **MATMUL)])

@@ -1,4 +1,4 @@
-"""Ranks interpret the fused kernels as a table of theirs says: results are right, and two different tables are told."""
+"""Ranks interpret the fused kernels with a configuration table: results are right, differing tables are reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPLIT = {"chunk": 2, "send_programs": 2}
 
 
 def table(folder: Path, block_n: int) -> Path:
-    """For the calls below: small tiles, several of a chunk, an odd number of programs."""
+    """A table for the calls below: small tiles, several per chunk, and an odd number of programs."""
     folder.mkdir()
     tile = TILE | {"block_m": 16, "block_n": block_n, "block_k": 16, "group": 2}
     at = dict(rows=8, even=0, programs=HOST.programs)
@@ -42,7 +42,7 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
 
 
 def calls(group, folder: Path) -> tuple[list[bool], list[str]]:
-    """Whether each operation computes what one device does, and where its configurations are from."""
+    """Whether each operation equals the single-device result, and the sources of the configurations."""
     r, engine = group.rank(), "triton"
     x, w, dy = numbers(0, sum(ROWS), K), numbers(1 + r, N, K), numbers(3 + r, sum(ROWS), N)
     xs, ws = [numbers(5 + q, sum(ROWS), K) for q in range(2)], [numbers(7 + q, N, K) for q in range(2)]
@@ -79,5 +79,5 @@ def test_ranks_with_two_tables_are_told_which_field_differs(tmp_path):
     for message in world(2).run(first_call, PerRank(folders)):
         assert "tables is" in message and "FUSEDTP_TABLES" in message, message
         assert "rank 0" in message and "rank 1" in message
-    for found, _ in world(2).run(calls, folders[0]):  # the group goes on
+    for found, _ in world(2).run(calls, folders[0]):  # the group stays usable
         assert found == [True] * 4

@@ -1,4 +1,4 @@
-"""What a call needs of the workspace is what Note [Slot bytes] in comm/workspace.py says, and the group has no more."""
+"""A call uses as much of the workspace as Note [Slot bytes] in comm/workspace.py says, and the group has no more."""
 
 import math
 
@@ -17,7 +17,7 @@ SHARDS = [(2, 2, 2), (2, 2, 1), (9, 0, 1), (0, 0, 6)]
 
 
 def call(group, operation: str, engine: str, sizes: tuple[int, ...], width: int, dtype: torch.dtype) -> int:
-    """Bytes of a slot after one call whose gathered or scattered tensor is [sum(sizes), width]."""
+    """Slot bytes after one call on a gathered or scattered tensor [sum(sizes), width]."""
     rows, k = sum(sizes), 2
     own = sizes[group.rank()]
     x, h = torch.ones(own, width, dtype=dtype), torch.ones(rows, k, dtype=dtype)
@@ -32,7 +32,7 @@ def call(group, operation: str, engine: str, sizes: tuple[int, ...], width: int,
 
 
 def stated(operation: str, engine: str, sizes: tuple[int, ...], width: int, itemsize: int) -> int:
-    """The note's table."""
+    """The table in the note."""
     row, total, most = width * itemsize, sum(sizes), max(sizes)
     if engine == "collective":
         return 0
@@ -60,7 +60,7 @@ def test_a_slot_of_ragged_rows(operation, engine, dtype):
 @pytest.mark.parametrize("rows, width", [(5, 700), (32, 1024), (33, 1024), (65, 1024)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_slot_of_an_all_reduce_in_one_shot_and_in_two(engine, rows, width):
-    sizes = (rows, 0, 0)  # as its operands are: every rank has all rows
+    sizes = (rows, 0, 0)  # its operands have all rows on every rank
     want = round_up(stated("matmul_all_reduce", engine, sizes, width, 4))
     assert world(W).run(call, "matmul_all_reduce", engine, sizes, width, torch.float32, fresh=True) == [want] * W
 

@@ -1,11 +1,11 @@
 """A case: one operation on drawn sizes, dtype, engine and layouts, and the tensors that ranks build from it.
 
-Note [Exact inputs]
-Entries are integers of at most `Case.most` in absolute value. The longest sum of products that forward or
-backward makes has L terms (K or the sum of K over ranks, the sum of N over weights and ranks, or T), a bias adds
-one more, so every partial sum, in whatever order, stays within L * most**2 + most. `most` is the largest integer
-for which (L + 1) * most**2 is at most 2**p, p the bits of the dtype's significand. Up to there all integers are
-exact: products, sums, partials rounded to the working dtype and results, and correct engines agree bit for bit.
+Note [Exact inputs] Entries are integers of at most `Case.most` in absolute value. The longest sum of products in
+forward or backward has L terms (K or the sum of K over ranks, the sum of N over weights and ranks, or T), and a bias
+adds one more, so every partial sum, in any order, stays within L * most**2 + most. `most` is the largest integer for
+which (L + 1) * most**2 is at most 2**p, where p is the number of significand bits of the dtype. Up to there all
+integers are exact: products, sums, partials rounded to the working dtype and results, so correct engines agree bit for
+bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,15 +27,15 @@ class Case:
     engine: str
     dtype: torch.dtype
     sizes: tuple[int, ...]  # rows of every rank; per batch entry if there is a batch
-    features: int  # what all ranks share: K of a gather, N of a reduction
+    features: int  # common to all ranks: K of a gather, N of a reduction
     local: tuple[tuple[int, ...], ...]
-    batch: int | None = None  # a number: shards lie along dim 1 of [batch, S_r, K]
+    batch: int | None = None  # if given, shards lie along dim 1 of [batch, S_r, K]
     tell_sizes: bool = True
-    biased: tuple[bool, ...] = ()  # a weight at a time
+    biased: tuple[bool, ...] = ()  # per weight
     unused: tuple[int, ...] = ()  # outputs that no loss reads
     needs: frozenset[str] = frozenset("xwb")  # which of x, weights, biases require gradients
     layouts: dict[str, str] = field(default_factory=dict)  # of x, w, g; default contiguous
-    random: bool = False  # normal entries instead of exact ones
+    random: bool = False  # normal entries instead of exact integers
     seed: int = 0
 
     @property
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def terms(self) -> int:
-        """L: the most products that one sum of the forward or the backward pass has."""
+        """L: the longest sum of products in forward or backward."""
         across = sum(sum(widths) for widths in self.local)
         return max(self.features, across, self.rows)
 
@@ -65,13 +65,13 @@ class Case:
         return most
 
     def shape(self, rows: int, width: int) -> tuple[int, ...]:
-        """Of a tensor with so many rows (per batch entry)."""
+        """The shape of a tensor with this many rows (per batch entry)."""
         return (rows, width) if self.batch is None else (self.batch, rows, width)
 
 
 @dataclass
 class Tensors:
-    """What all ranks hold together; lists over ranks, then over weights."""
+    """The data of all ranks; lists over ranks, then over weights."""
 
     xs: list[Tensor]  # gather: [T_r, K]; reduction: [T, K_r]
     weights: list[list[Tensor]]  # gather: [N_i, K] each; reduction: one [N, K_r]
@@ -79,7 +79,7 @@ class Tensors:
     gradients: list[list[Tensor]]  # of the outputs; all_reduce: the same on all ranks
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Tensors":
-        """The function of every tensor."""
+        """Apply the function to every tensor."""
         lists = (
             [[None if t is None else function(t) for t in ts] for ts in of_rank]
             for of_rank in (self.weights, self.biases, self.gradients)
@@ -87,7 +87,7 @@ class Tensors:
         return Tensors([function(x) for x in self.xs], *lists)
 
     def only(self, case: Case, rank: int) -> "Tensors":
-        """What makes up the partial of one rank: the others bring zeros into the sum over ranks."""
+        """Inputs for the partial of one rank: zeros replace the other ranks' parts, and the bias of a reduction."""
         kept = self.map(lambda t: t)
         if case.gathers:
             kept.gradients = [gs if r == rank else [g * 0 for g in gs] for r, gs in enumerate(self.gradients)]
@@ -113,7 +113,7 @@ class _Draw:
 
 
 def arrange(t: Tensor, shape: Sequence[int], layout: str) -> Tensor:
-    """`t` expanded to `shape`, with strides of the given layout; what lies between and around it is NaN."""
+    """`t` expanded to `shape`, with strides of the given layout; gaps and surroundings are NaN."""
     if layout == "transposed":
         return t.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout == "sliced":

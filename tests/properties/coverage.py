@@ -1,10 +1,10 @@
-"""Counts what CI's draws of each law cover. Nothing is run between ranks.
+"""Counts what CI's draws of each law cover. No calls run between ranks.
 
     python -m tests.properties.coverage [PATH ...]     test files or folders; default: tests/properties
 
-The first table says of each law how many cases it draws and how many have a trait; the second one, of each engine, how
-many cases that can show an error have it: at least two ranks with rows and two features. `-` is none: the rare pairs of
-tests/properties belong into covering.py. Laws that use no world are counted from the arguments that they draw.
+The first table lists, for each law, how many cases it draws and how many have each trait. The second one lists, for
+each engine, how many cases that can reveal an error have it: at least two ranks with rows and two features. `-` means
+none: add rare pairs of tests/properties to covering.py. Laws without a world are counted from the arguments they draw.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def cases_in(value: Any) -> Iterator[Any]:
 
 
 def traits(case: Any) -> set[str]:
-    """Of a case of any law; `sizes` are the rows of ranks, or of experts where there is one rank."""
+    """The traits of a case of any law; `sizes` are the rows of ranks, or of experts if there is one rank."""
     sizes = getattr(case, "sizes", ())
     has = {
         "batch>1": (getattr(case, "batch", None) or 1) > 1,
@@ -63,7 +63,7 @@ def _any(flags: Any) -> bool:
 
 
 def can_show(case: Any) -> bool:
-    """Whether two ranks have rows of two features or more, and every rank's weight an entry."""
+    """Whether two ranks have rows of two or more features, and every rank's weight has an entry."""
     sizes = getattr(case, "sizes", None)
     features = next((getattr(case, name) for name in ("features", "width", "k") if hasattr(case, name)), 2)
     rows = sizes is None or sum(n > 0 for n in sizes) >= 2
@@ -71,7 +71,7 @@ def can_show(case: Any) -> bool:
 
 
 class Recorder:
-    """A plugin of pytest: laws draw as in CI, worlds note their arguments instead of running them."""
+    """A pytest plugin: laws draw as in CI, and worlds record their arguments instead of running them."""
 
     def __init__(self) -> None:
         self.laws: dict[str, list[Any]] = {}
@@ -100,7 +100,7 @@ class Recorder:
         cases = self.laws.setdefault(pyfuncitem.nodeid, [])
         law = getattr(handle.inner_test, "__wrapped__", handle.inner_test)
 
-        @functools.wraps(law)  # its source seeds the draws
+        @functools.wraps(law)  # its source code seeds the draws
         def drawn(*arguments: Any, **named: Any) -> None:
             self.now = []
             try:
@@ -108,14 +108,14 @@ class Recorder:
             except HypothesisException:
                 raise
             except Exception:
-                pass  # a law that looks at what ranks answered
+                pass  # the law looks at what ranks answered
             cases.extend(self.now or cases_in([*arguments, *named.values()]))
 
         handle.inner_test = drawn
 
 
 def engine_of(law: str, case: Any) -> str:
-    """The case's own, else what the law's name says."""
+    """The case's own engine, or else the one in the law's name."""
     return getattr(case, "engine", None) or next((e for e in ("triton", "chunked") if e in law), "?")
 
 
@@ -132,7 +132,7 @@ def by_law(laws: dict[str, list[Any]]) -> Table:
 
 
 def by_engine(laws: dict[str, list[Any]]) -> Table:
-    """Pairs, of cases that can show an error alone."""
+    """The traits by engine, counted over cases that can reveal an error."""
     table = Table("law", "operation", "engine", *TRAITS, box=ASCII, title="Cases that can show an error")
     for law, cases in laws.items():
         pairs: dict[tuple[str, str], Counter[str]] = {}

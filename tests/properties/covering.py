@@ -1,16 +1,16 @@
-"""Cases that every law of an operation takes besides the drawn ones, so that no rare pair depends on luck.
+"""Cases that every law of an operation runs in addition to the drawn ones, so that no rare pair depends on luck.
 
-In CI's 200 draws of a law a pair such as (collective, batch > 1) comes up ten times, and a case that shows anything
+In CI's 200 draws of a law, a pair such as (collective, batch > 1) comes up ten times, and a case that reveals anything
 needs more at once: two ranks with rows, two features, a weight on every rank. Each operation has
 
     sizes        batch   dtype   bias
-    all equal    3       fp32    yes     `sizes` are not told
+    all equal    3       fp32    yes     `sizes` is not passed
     ragged       2       bf16    yes
     ragged       -       fp16    no
-    one empty    -       fp64    yes     fp32 by engine "triton", which has no fp64
+    one empty    -       fp64    yes     fp32 with engine "triton", which has no fp64
     one empty    2       fp32    no      four ranks
 
-`python -m tests.properties.coverage` shows what the draws cover; test_covering.py holds these cases to their purpose.
+`python -m tests.properties.coverage` shows what the draws cover; test_covering.py checks that these cases do their job.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce",
 
 @dataclass(frozen=True)
 class _Row:
-    """A line of the table above. An all-reduce has no rows of a rank: it takes its own split of as many rows."""
+    """A row of the table above. An all-reduce has no rows per rank: it splits the same number of rows its own way."""
 
     sizes: tuple[int, ...]
     all_reduce: tuple[int, ...]
@@ -68,13 +68,13 @@ COVERING = tuple(_case(operation, row, i) for operation in OPERATIONS for i, row
 
 
 def on(case: Case, engine: str) -> Case:
-    """The case by this engine; those of kernels take fp32 for fp64, which they have not."""
+    """The case with this engine; kernels have no fp64 and use fp32 instead."""
     narrow = engine in ("triton", "multimem") and case.dtype == torch.float64
     return replace(case, engine=engine, dtype=torch.float32 if narrow else case.dtype)
 
 
 def covered(*cases: Case, **others: Any) -> Callable[[Any], Any]:
-    """Decorate a law: `case` is each of these, the other arguments as given."""
+    """Decorate a law: run `case` with each of these, and the other arguments as given."""
 
     def decorate(law: Any) -> Any:
         for case in reversed(cases):
@@ -86,12 +86,12 @@ def covered(*cases: Case, **others: Any) -> Callable[[Any], Any]:
 
 
 def telling(case: Case) -> bool:
-    """Whether an error can show: two ranks with rows, two features, a weight on every rank."""
+    """Whether an error would show: two ranks with rows, two features, a weight on every rank."""
     return sum(n > 0 for n in case.sizes) >= 2 and case.features >= 2 and all(sum(w) > 0 for w in case.local)
 
 
 def traits(case: Case) -> set[str]:
-    """Which of the traits that every law must meet a case has; none if no error can show in it."""
+    """The traits of a case, of those that every law must cover; none if the case cannot reveal an error."""
     if not telling(case):
         return set()
     has = {
@@ -105,6 +105,6 @@ def traits(case: Case) -> set[str]:
 
 
 def required(operation: str, engine: str) -> set[str]:
-    """The traits that a law's explicit cases must hold between them."""
+    """The traits that a law's explicit cases must cover together."""
     dtypes = {str(dtype).removeprefix("torch.") for dtype in BITS if (engine, dtype) != ("triton", torch.float64)}
     return {"batch", "ragged", "empty", *dtypes} | ({"bias"} if operation != "all_gather_wgrad" else set())

@@ -1,4 +1,4 @@
-"""What a rank does with a case and what must hold; these functions run in the workers of a world."""
+"""How a rank runs a case, and the laws that must hold; these functions run in the workers of a world."""
 
 import random
 import time
@@ -46,7 +46,7 @@ def call(case: Case, group, x: Tensor, weights: list[Tensor], biases: list[Tenso
 
 
 def poison(group) -> None:
-    """Fill every rank's workspace with NaN, at a moment when no rank is in a call."""
+    """Fill every rank's workspace with NaN while no rank is in a call."""
     comm = communicator(group)
     if comm.has_workspace:
         comm.world.barrier()
@@ -55,7 +55,7 @@ def poison(group) -> None:
 
 
 def _engine_ran(case: Case, group) -> None:
-    """Nothing falls back silently: the engine asked for ran the operation."""
+    """Check that the requested engine ran, without a silent fallback."""
     comm = communicator(group)
     ran = {engine for (operation, engine), n in comm.engine_calls.items() if n and operation == case.operation}
     want = "local" if comm.world_size == 1 else case.engine
@@ -94,14 +94,14 @@ def results(case: Case, group, data: Tensors, rank: int, poisoned: bool = True) 
 
 
 def asked_for(case: Case, named: Named) -> Named:
-    """Of the oracle's results those that the case computes, in the working dtype."""
+    """The oracle's results that the case computes, in the working dtype."""
     wgrad = case.operation == "all_gather_wgrad"
     keep = (lambda n: n[:2] == "dw") if wgrad else (lambda n: n[0] == "y" or n[1] in case.needs)
     return {name: t for name, t in named.items() if keep(name)}
 
 
 def compare(case: Case, group, device: str = "cpu", poisoned: bool = True) -> Named:
-    """Forward and every gradient equal the oracle's, bit for bit, on exact inputs; returns what was got."""
+    """Forward and all gradients equal the oracle's, bit for bit, on exact inputs; returns this rank's results."""
     rank = group.rank()
     data = build(case, device)
     got = results(case, group, data, rank, poisoned)
@@ -118,7 +118,7 @@ def exact(group, case: Case) -> None:
 
 
 def repeated(group, case: Case, times: int, delay: float, device: str = "cpu") -> None:
-    """The same call again gives the same bits, whoever comes first."""
+    """Repeating a call gives the same bits, whichever rank arrives first."""
     data, own = build(case, device), random.Random(group.rank())
     first = results(case, group, data, group.rank(), poisoned=False)
     for _ in range(times):
@@ -128,10 +128,10 @@ def repeated(group, case: Case, times: int, delay: float, device: str = "cpu") -
 
 
 def mixed(group, drawn: list[Case], calls: int, delay: float, seed: int, device: str = "cpu") -> None:
-    """Many calls of mixed operations, shapes, engines on one workspace, each rank at its own pace.
+    """Many calls of mixed operations, shapes and engines on one workspace, each rank at its own pace.
 
-    Every drawn case is called, if there are no more of them than calls. Results are looked at again some calls later:
-    they must not lie in memory that later calls write. A rank that finds a fault goes on to the end, as its peers do.
+    Every drawn case is called if there are enough calls. Results are checked again some calls later, because they must
+    not lie in memory that later calls write. A rank that finds a fault still runs to the end, as its peers do.
     """
     shared, own = random.Random(seed), random.Random(100 * seed + group.rank())
     kept: deque[list[tuple[Tensor, Tensor]]] = deque(maxlen=5)
@@ -141,7 +141,7 @@ def mixed(group, drawn: list[Case], calls: int, delay: float, seed: int, device:
     for number, case in enumerate(order):
         time.sleep(own.random() * delay)
         try:
-            got = compare(case, group, device, poisoned=False)  # poisoning would make ranks wait
+            got = compare(case, group, device, poisoned=False)  # poisoning would make ranks wait for each other
             kept.append([(t, t.clone()) for t in got.values()])
             for then, copy in kept[0]:
                 assert_same("a result of five calls ago", then, copy)
@@ -151,7 +151,7 @@ def mixed(group, drawn: list[Case], calls: int, delay: float, seed: int, device:
 
 
 def with_nan_and_inf(group, case: Case, share: float, device: str = "cpu") -> None:
-    """NaN and inf in the inputs come out where plain torch has them, and nowhere else."""
+    """NaN and inf in the inputs appear where plain torch has them, and nowhere else."""
     data, generator = build(case, device), torch.Generator().manual_seed(case.seed + 1)
     values = torch.tensor([float("nan"), float("inf"), float("-inf")])
 
@@ -169,7 +169,7 @@ def with_nan_and_inf(group, case: Case, share: float, device: str = "cpu") -> No
 
 @dataclass(frozen=True)
 class Error:
-    """Of one named tensor on one rank, against fp64."""
+    """The error of one named tensor on one rank, against fp64."""
 
     squares: float  # sum of squared errors
     plain_squares: float  # the same for plain torch in the same dtype on one device
@@ -179,10 +179,9 @@ class Error:
 def errors(group, case: Case, device: str = "cpu") -> dict[str, Error]:
     """The errors of each result on random inputs.
 
-    Note [Bounds]
-    With u the unit roundoff of the working dtype, v that of the sums (fp32 for 16-bit dtypes), L the terms of a
-    sum and S the same sum of absolute values, one matmul has an error of at most (L + W + 2) v S. Each of W
-    partials p_r that travels in a 16-bit dtype adds u |p_r|, the result u |y|: W + 1 roundings.
+    Note [Bounds] Let u be the unit roundoff of the working dtype, v that of the sums (fp32 for 16-bit dtypes), L the
+    terms of a sum and S the same sum of absolute values. One matmul has an error of at most (L + W + 2) v S. Each of W
+    partials p_r that travels in a 16-bit dtype adds u |p_r|, and the result adds u |y|: W + 1 roundings.
     """
     rank, data = group.rank(), build(case, device)
     got = results(case, group, data, rank)

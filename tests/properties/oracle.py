@@ -1,7 +1,7 @@
 """The single-device formula that each operation declares as its reference, with torch's own autograd.
 
-The weights of all ranks are one full weight and the shards of x one full x, so that forward and each gradient are one
-plain matmul. Results are dicts of named tensors for one rank: y0, y1, ..., dx, dw0, dw1, ..., db0, ...
+The weights of all ranks form one full weight and the shards of x one full x, so forward and each gradient are one plain
+matmul. Results are dicts of named tensors for one rank: y0, y1, ..., dx, dw0, dw1, ..., db0, ...
 """
 
 import torch
@@ -14,7 +14,7 @@ Named = dict[str, Tensor]
 
 
 def expected(case: Case, data: Tensors, rank: int, dtype: torch.dtype = torch.float64) -> Named:
-    """What rank `rank` must hold after forward and backward, computed in `dtype`."""
+    """The results of rank `rank` after forward and backward, computed in `dtype`."""
     return _gather(case, data, rank, dtype) if case.gathers else _reduction(case, data, rank, dtype)
 
 
@@ -24,7 +24,7 @@ def _forward_backward(
     """x [..., K], w [N, K], b [N], g [..., N] -> y, dx, dw, db."""
     reference, dy = OPERATIONS[operation].reference, g.flatten(0, -2).to(dtype)
     leaves = [t.to(dtype).detach().requires_grad_() for t in (x.flatten(0, -2), w, b)]
-    if operation == "all_gather_wgrad":  # the weight gradient alone; nobody asks for the others
+    if operation == "all_gather_wgrad":  # the weight gradient alone; the others are not needed
         (dw,) = reference(leaves[0].detach(), [dy])
         return torch.zeros_like(g), torch.zeros_like(x), dw, torch.zeros_like(b)
     with torch.enable_grad():
@@ -79,6 +79,6 @@ def _reduction(case: Case, data: Tensors, rank: int, dtype: torch.dtype) -> Name
     )
     named = {"y0": y if everywhere else y.split(case.sizes, dim)[rank]}
     named["dx"], named["dw0"] = dx.split(widths, -1)[rank], dw.split(widths, -1)[rank]
-    if bias is not None:  # with sharded rows each rank's share of the bias gradient comes from its own rows
+    if bias is not None:  # with sharded rows, each rank's bias gradient comes from its own rows
         named["db0"] = db if everywhere else gradients[rank].flatten(0, -2).to(dtype).sum(0)
     return named

@@ -1,4 +1,4 @@
-"""How hypothesis draws cases; only the driver imports this."""
+"""Hypothesis strategies for cases; only the driver imports this."""
 
 import torch
 from hypothesis import strategies as st
@@ -21,9 +21,9 @@ def cases(
     width: int = 40,
     features: int = 200,
 ) -> Case:
-    """Cases of at most so many rows a rank, so wide a weight, and so many features; any of them may be 0.
+    """Cases with at most `rows` rows per rank, weights up to `width` wide, and up to `features` features; any may be 0.
 
-    Of a dtype with few bits no more than it can sum exactly: Note [Exact inputs] in cases.py.
+    For a dtype with few bits, no more than it can sum exactly: Note [Exact inputs] in cases.py.
     """
     dtype = draw(st.sampled_from([d for d in dtypes if (engine, d) != ("triton", torch.float64)]))
     operation = draw(st.sampled_from(OPERATIONS)) if operation is None else operation

@@ -1,4 +1,4 @@
-"""The explicit cases of every law hold each pair of an engine with what it must not fail on."""
+"""The explicit cases of every law cover each pair of an engine and a required trait."""
 
 import sys
 from itertools import product
@@ -19,7 +19,7 @@ LAWS = {
 
 
 def lacking(cases: list[Case], engines: tuple[str, ...]) -> list[str]:
-    """What no case has, of all pairs."""
+    """All required pairs that no case has."""
     missing = []
     for operation, engine in product(OPERATIONS, engines):
         of_pair = [case for case in cases if (case.operation, case.engine) == (operation, engine)]
@@ -29,7 +29,7 @@ def lacking(cases: list[Case], engines: tuple[str, ...]) -> list[str]:
 
 
 def reached(law, engines: tuple[str, ...]) -> list[Case]:
-    """The cases with which the explicit examples reach a world; nothing is run."""
+    """The cases that the explicit examples pass to a world; nothing is run."""
     cases: list[Case] = []
 
     def seen(function, *arguments, **_):
@@ -61,7 +61,7 @@ def test_the_calls_in_a_row_hold_every_pair():
 
 
 def test_every_law_of_cases_is_held_to_it():
-    """But the law about cases themselves, which calls no operation, and the calls in a row, see above."""
+    """All laws except the one about cases, which calls no operation, and the many calls, which are checked above."""
     own = {
         law
         for module in (test_exact, test_numerics)

@@ -1,7 +1,7 @@
 """fp64 gradcheck of the whole world as one function.
 
-Every rank passes the same full tensors, so that all perturb the same element in lockstep; the function takes this
-rank's part, runs the operation, and gathers what the ranks got.
+Every rank passes the same full tensors, so all ranks perturb the same element in lockstep; the function takes this
+rank's part, runs the operation, and gathers the results of all ranks.
 """
 
 import pytest

@@ -9,14 +9,14 @@ from fusedtp.ops.rows import split
 from tests.engines import ENGINES
 from tests.harness import world
 
-T, K, N = 13, 11, 17  # no world size divides any of them
+T, K, N = 13, 11, 17  # not divisible by any world size
 
 
 def tensors(dtype: torch.dtype, exact: bool) -> list[Tensor]:
     """x [T, K], up [N, K], b [N], down [K, N], c [K], g [T, K].
 
-    Exactly: |h| <= 12 and |y| <= 17 * 12 + 1 < 2**8 by entries 0, 1 and -1, so that bf16 holds every sum of forward
-    and backward: |dh| <= 11, |ddown| <= 13 * 12, |dx| <= 17 * 11, |dup| <= 13 * 11.
+    Exact inputs have entries 0, 1 and -1, so |h| <= 12 and |y| <= 17 * 12 + 1 < 2**8, and bf16 holds every sum of
+    forward and backward: |dh| <= 11, |ddown| <= 13 * 12, |dx| <= 17 * 11, |dup| <= 13 * 11.
     """
     generator = torch.Generator().manual_seed(3)
     shapes = (T, K), (N, K), (N,), (K, N), (K,), (T, K)
@@ -39,7 +39,7 @@ def two_layers(group, engine: str, dtype: torch.dtype, exact: bool) -> list[Tens
 
 
 def whole(shards: list[list[Tensor]]) -> dict[str, Tensor]:
-    """The shards of all ranks put together."""
+    """The shards of all ranks concatenated."""
     y, dx, dup, db, ddown, dc = (list(column) for column in zip(*shards, strict=True))
     return {
         "y": torch.cat(y), "dx": torch.cat(dx), "dup": torch.cat(dup), "db": torch.cat(db),

@@ -12,17 +12,17 @@ from tests.properties.covering import COVERING, on
 from tests.properties.laws import mixed
 from tests.properties.strategies import cases
 
-ENGINES = ("collective", "chunked")  # the kernels, which take seconds here, are among the drawn calls
+ENGINES = ("collective", "chunked")  # the triton engine takes seconds per case here; it is among the drawn calls
 
 
 def always(size: int) -> list[Case]:
-    """Cases that are among the calls of a world of this size, whatever is drawn."""
+    """Cases that every world of this size runs, in addition to the drawn ones."""
     return [on(case, engine) for engine in ENGINES for case in COVERING if case.world_size == size]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
-@settings(max_examples=2, phases=[Phase.generate])  # the first is the simplest; smaller lists say no more
+@settings(max_examples=2, phases=[Phase.generate])  # the first example is the simplest; shrinking shows nothing more
 @given(st.data())
 def test_200_calls_with_ranks_delayed_at_random(size, data):
     engines = ["collective", *["chunked"] * 4, *["triton"] * (find_spec("triton") is not None)]

@@ -1,4 +1,4 @@
-"""Random inputs: errors within their bounds, bits that repeat, NaN and inf, and results that do not depend on W."""
+"""Random inputs: errors within their bounds, reproducible bits, NaN and inf, and results that do not depend on W."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.properties.strategies import OPERATIONS, cases
 
 
 def a_case(operation: str, engine: str, dtype: torch.dtype, size: int, **changes) -> Case:
-    """Ragged rows, two weights where there may be several, some thousand entries in each result."""
+    """Ragged rows, two weights if the operation takes several, a few thousand entries per result."""
     gathers = operation.startswith("all_gather")
     sizes = split(40, size) if operation == "matmul_all_reduce" else (23, 0, 9, 8)[:size]
     local = ((36, 20) if gathers else (45,),) * size
@@ -27,7 +27,7 @@ def a_case(operation: str, engine: str, dtype: torch.dtype, size: int, **changes
 
 
 def together(outcomes: list[dict[str, Error]]) -> dict[str, tuple[float, float, float]]:
-    """Over ranks: name -> (rms error over plain torch's, worst multiple of the bound)."""
+    """Combine all ranks: name -> (rms error over plain torch's, worst multiple of the bound)."""
     squares, plain, worst = defaultdict(float), defaultdict(float), defaultdict(float)
     for outcome in outcomes:
         for name, error in outcome.items():
@@ -72,5 +72,5 @@ def test_a_repeated_run_gives_the_same_bits_whoever_comes_first(operation, engin
     share=st.sampled_from([0.003, 0.03]),
 )
 def test_nan_and_inf_come_out_as_plain_torch_gives_them(engine, case, share):
-    case = replace(on(case, engine), unused=())  # plain torch multiplies no zero gradient with a weight's NaN
+    case = replace(on(case, engine), unused=())  # plain torch makes no 0 * NaN for an unused output
     world(case.world_size).run(with_nan_and_inf, case, share)

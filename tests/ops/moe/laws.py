@@ -1,8 +1,8 @@
-"""What a rank does with a drawn dispatch and combine, and what must hold; these functions run in workers of a world.
+"""One rank's part of a drawn dispatch and combine, and its laws; these functions run in the workers of a world.
 
-The oracle is a loop over tokens and choices on one process. Entries are small integers and weights powers of two, so
-that no sum rounds and results are equal bit for bit. What nobody may see is NaN: rows past the last expert's, weights
-of dropped choices, and tokens, with their gradients, of which every choice was dropped.
+The oracle is a loop over tokens and choices on one process. Entries are small integers and weights are powers of two,
+so no sum rounds and results are equal bit for bit. Undefined data is NaN: rows past the last expert's, weights of
+dropped choices, and tokens, with their gradients, if all of their choices were dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ SKEWS = ("uniform", "skewed", "one")
 
 @dataclass(frozen=True)
 class Case:
-    """One exchange: tokens of every rank, experts, choices a token, width, dtype, how uneven, how many are dropped."""
+    """One exchange: each rank's tokens, experts, choices per token, width, dtype, skew, share of dropped choices."""
 
     engine: str
     sizes: tuple[int, ...]
@@ -32,18 +32,18 @@ class Case:
     skew: str
     dropped: float
     seed: int
-    room: int | None = None  # None: what any routing needs; else so much more than this one needs
+    room: int | None = None  # None: enough for any routing; else the spare rows beyond what this routing needs
     device: str = "cpu"
 
     @property
     def most(self) -> int:
-        """The largest entry: a sum has top_k products with a weight of at most 2 and an expert of at most 2."""
+        """The largest entry: a sum has top_k products, each with a weight and an expert factor of at most 2."""
         return 3
 
 
 @dataclass
 class Data:
-    """Of all ranks, the same on every rank. Expert e multiplies by factors[e]."""
+    """The data of all ranks, the same on every rank. Expert e multiplies by factors[e]."""
 
     x: Tensor
     ids: Tensor
@@ -74,7 +74,7 @@ def mine(case: Case, rank: int) -> slice:
 
 
 def rows_wanted(case: Case, data: Data, rank: int) -> tuple[Tensor, Tensor]:
-    """The rows of this rank's experts and where each begins, by the definition."""
+    """The expected rows of this rank's experts and where each expert begins, by the definition."""
     each = case.num_experts // len(case.sizes)
     rows, offsets = [], [0]
     for e in range(rank * each, (rank + 1) * each):
@@ -84,7 +84,7 @@ def rows_wanted(case: Case, data: Data, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def wanted(case: Case, data: Data) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, dx, dweights) of all tokens, by the definition."""
+    """The expected (out, dx, dweights) of all tokens, by the definition."""
     x, dy, weights = (t.double().nan_to_num(0.0) for t in (data.x, data.gradients, data.weights))
     kept = data.ids >= 0
     factors = torch.where(kept, data.factors.double()[data.ids.clamp(min=0)], 0.0)
@@ -103,9 +103,9 @@ def room_of(case: Case, data: Data) -> int | None:
 def split_backward(
     layer: Callable[[], Tensor], x: Tensor, own: Sequence[nn.Parameter], between: Callable[[], None] = lambda: None
 ) -> None:
-    """A backward in an input pass and a weight pass gives x and `own` the gradients of a whole one.
+    """A backward in an input pass and a weight pass gives x and `own` the same gradients as a single backward.
 
-    between   called before the input pass, between the two, and after the weight pass
+    between   called before the input pass, between the two passes, and after the weight pass
     """
     leaves = [x, *own]
     layer().sum().backward()
@@ -123,7 +123,7 @@ def split_backward(
 
 
 def conserves_rows(group, case: Case) -> None:
-    """Rows arrive where and in the order they should; combined they are the sum over choices; gradients likewise."""
+    """Rows arrive in the right place and order; combine gives the sum over choices; gradients match too."""
     rank, data = group.rank(), build(case)
     here = mine(case, rank)
     x, weights = (t[here].to(case.device, copy=True).requires_grad_() for t in (data.x, data.weights))
@@ -157,7 +157,7 @@ def conserves_rows(group, case: Case) -> None:
 
 
 class _Experts(torch.autograd.Function):
-    """Each row times its factor; NaN in rows that are nobody's, forward and backward."""
+    """Each row times its expert's factor; NaN in rows of no expert, forward and backward."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, factors: Tensor) -> Tensor:

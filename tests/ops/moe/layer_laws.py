@@ -1,6 +1,6 @@
-"""Experts behind an exchange, on any device and engine, against every expert for every token in fp64.
+"""Experts behind an exchange, on any device and engine, equal a dense loop over all experts and tokens in fp64.
 
-Integers and powers of two: no sum rounds and results are equal bit for bit, also in 16 bits where a layer is `SMALL`.
+With integers and powers of two no sum rounds, so results are equal bit for bit, for a `SMALL` layer also in 16 bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.properties.laws import assert_same
 
 @dataclass(frozen=True)
 class Layer:
-    """Tokens of every rank and the shape of E ReLU experts."""
+    """The tokens of every rank and the shape of E ReLU experts."""
 
     sizes: tuple[int, ...]
     num_experts: int
@@ -34,7 +34,7 @@ class Layer:
     dtype: torch.dtype = torch.float32
     engine: str = "chunked"
     device: str = "cpu"
-    recv_capacity: float | None = None  # with room for so many even shares, and rounds; None: as it is by default
+    recv_capacity: float | None = None  # capacity in even shares, with further rounds on overflow; None: the default
 
     def mine(self, rank: int) -> slice:
         return slice(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
@@ -49,7 +49,7 @@ SMALL = dict(num_experts=12, top_k=3, dim=5, hidden=4)
 
 @dataclass
 class Drawn:
-    """Of all ranks, the same on every rank, in fp64 on the CPU."""
+    """The data of all ranks, the same on every rank, in fp64 on the CPU."""
 
     x: Tensor
     ids: Tensor
@@ -82,7 +82,7 @@ def drawn(layer: Layer, number: int, skew: float = 0.0, dropped: float = 0.1) ->
 
 @torch.enable_grad()
 def wanted(given: Drawn) -> list[Tensor]:
-    """out and the gradients of x, weights, up and down."""
+    """The expected out and gradients of x, weights, up and down."""
     leaves = [t.clone().requires_grad_() for t in (given.x, given.weights, given.up, given.down)]
     x, weights, up, down = leaves
     out = torch.zeros_like(given.x)
@@ -93,7 +93,7 @@ def wanted(given: Drawn) -> list[Tensor]:
 
 
 def check(layer: Layer, rank: int, given: Drawn, got: list[Tensor], what: str) -> None:
-    """This rank's out and gradients, bit for bit."""
+    """Check this rank's out and gradients, bit for bit."""
     names = ("out", "dx", "dweights", "dup", "ddown")
     for name, g, want in zip(names, got, wanted(given), strict=False):
         part = want[layer.own(rank) if name in names[3:] else layer.mine(rank)]
@@ -117,7 +117,7 @@ def on_device(layer: Layer, rank: int, given: Drawn) -> tuple[Tensor, ...]:
 
 
 def experts_law(group: Any, layer: Layer, numbers: range) -> list[Any]:
-    """A parallel layer of experts, several batches one after another, of ever another skew; the RecvUsage of each."""
+    """A parallel layer of experts is right on consecutive batches of varying skew; return the RecvUsage of each."""
     rank = group.rank()
     mesh = group if isinstance(group, VirtualGroup) else DeviceMesh.from_group(group, layer.device)
     used = []
@@ -139,7 +139,7 @@ def experts_law(group: Any, layer: Layer, numbers: range) -> list[Any]:
 
 
 class Planned:
-    """A layer whose plan is data like any other: its tensors stay where they are, and `refresh` fills them anew."""
+    """A layer with a precomputed plan: its tensors keep their addresses, and `refresh` refills them."""
 
     def __init__(self, group: Any, layer: Layer, number: int) -> None:
         self.group, self.layer, self.rank = group, layer, group.rank()
@@ -158,7 +158,7 @@ class Planned:
         return handle.plan, handle.at
 
     def refresh(self, number: int, skew: float) -> None:
-        """Other tokens, routing and weights, where the first ones were."""
+        """Write other tokens, routing and weights into the same tensors."""
         self.given = drawn(self.layer, number, skew)
         tensors = on_device(self.layer, self.rank, self.given)
         with torch.no_grad():
@@ -168,7 +168,7 @@ class Planned:
                 old.copy_(new)
 
     def forward(self) -> Tensor:
-        """The layer by its plan, with nothing that looks at values."""
+        """The layer run with its plan; nothing here reads values on the host."""
         x, weights, up, down = self.leaves
         rows, row_weights = dispatch_rows(x, weights.detach(), self.plan, self.at)
         offsets = offsets_of(self.plan, self.at)
@@ -177,7 +177,7 @@ class Planned:
         return fusedtp.moe_combine(fusedtp.grouped_matmul(hidden, down, offsets), handle)
 
     def both(self) -> list[Tensor]:
-        """Forward and backward."""
+        """The output and the gradients."""
         out = self.forward()
         return [out, *torch.autograd.grad(out, self.leaves, self.dy)]
 

@@ -1,7 +1,7 @@
-"""What a matmul that is one with its combine must fulfil: the bits of the two apart, the formula's numbers.
+"""Laws of the fused matmul and combine: it equals the two separate calls bit for bit, and the formula's numbers.
 
-Gradients of h and of the weights have other roundings than those of the two apart, see `allowed`; those of the experts
-too, but where weights are powers of two.
+Gradients of h and of the weights round differently than those of the separate calls, see `allowed`; so do those of the
+experts, unless weights are powers of two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = ("out", "dx", "dweights", "dexperts")
 
 @dataclass(frozen=True)
 class Cut:
-    """How the kernel is cut up: tiles of a part of the columns, programs of either kind."""
+    """The tiling of the kernel: column tiles per part, programs that send and others."""
 
     part_tiles: int = 1
     programs: tuple[int, int] = (2, 1)
@@ -35,7 +35,7 @@ class Cut:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Small tiles, also of the matmul by itself."""
+        """Use small tiles, for the separate matmul too."""
         senders, others = self.programs
         more: dict[str, Any] = dict(send_programs=senders, other_programs=others)
         tile = Config(16, 16, 16, halves=self.halves)
@@ -48,7 +48,7 @@ class Cut:
 
 
 def dispatched(group, case: Case, data: Data) -> tuple[Tensor, Tensor, Tensor, MoEHandle]:
-    """(x and weights of this rank, which want gradients, rows, handle)."""
+    """(x and weights of this rank, with requires_grad, rows, handle)."""
     here = mine(case, group.rank())
     x, weights = data.x[here].clone().requires_grad_(), data.weights[here].clone().requires_grad_()
     rows, _offsets, handle = fusedtp.moe_dispatch(
@@ -59,7 +59,7 @@ def dispatched(group, case: Case, data: Data) -> tuple[Tensor, Tensor, Tensor, M
 
 
 def equals_the_formula(group, case: Case, width: int, cut: Cut) -> None:
-    """Of small integers: out and all gradients as of one process, those of experts [E, width, K] by main_grad too."""
+    """With integers, out and all gradients equal the single-process ones; experts [E, width, K] use main_grad too."""
     rank, data = group.rank(), build(case)
     g = torch.Generator().manual_seed(case.seed + 1)
     every = torch.randint(-1, 2, (case.num_experts, width, case.width), generator=g).to(case.dtype)
@@ -71,7 +71,7 @@ def equals_the_formula(group, case: Case, width: int, cut: Cut) -> None:
         experts.main_grad = torch.zeros(experts.shape)
     x, weights, rows, handle = dispatched(group, case, data)
     communicator(group).engine_calls.clear()
-    communicator(group).plans.clear()  # of other tiles
+    communicator(group).plans.clear()  # the kept plans have other tiles
     poison(group)
     with cut.used():
         out = moe_matmul_combine(rows, experts, handle)
@@ -89,7 +89,7 @@ def equals_the_formula(group, case: Case, width: int, cut: Cut) -> None:
 
 def dense(data: Data, every: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
     """(out, dx, dweights, dexperts) of all tokens and experts, by autograd of the definition in fp64."""
-    leaves = [t.double().nan_to_num(0.0).requires_grad_() for t in (data.x, data.weights, every)]  # what nobody sees
+    leaves = [t.double().nan_to_num(0.0).requires_grad_() for t in (data.x, data.weights, every)]  # undefined entries
     x, weights, w = leaves
     out = x.new_zeros(x.shape[0], every.shape[1])
     for j in range(weights.shape[1]):
@@ -100,7 +100,7 @@ def dense(data: Data, every: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
 
 
 def drawn(case: Case, width: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Experts [E_r, width, K] and dout [T_r, width] of a rank, and what its rows are multiplied by."""
+    """Experts [E_r, width, K] and dout [T_r, width] of a rank, and the factor of its rows."""
     g = torch.Generator().manual_seed(case.seed + rank)
     each = case.num_experts // len(case.sizes)
     shapes = (each, width, case.width), (case.sizes[rank], width), (sum(case.sizes) * case.top_k, case.width)
@@ -109,12 +109,12 @@ def drawn(case: Case, width: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def allowed(case: Case, width: int, data: Data) -> tuple[Tensor, Tensor]:
-    """By how much dx [T, K] and dweights [T, k] of the two ways may differ.
+    """How far dx [T, K] and dweights [T, k] of the fused and the separate calls may differ.
 
-    With A the sum of |weight dout E| over the width, dh is off by eps A for the rounding of each weight dout, or for
-    that of the sum and then of its product with the weight, and by (N + 2) eps32 A for sums in fp32; dx, which is made
-    of that and of x times noise, is rounded once more. dweights are sums over N and K of |dout E h|, of which the one
-    way rounds the sums over K, the other those over N.
+    With A the sum of |weight dout E| over the width, dh is off by eps A because each weight dout is rounded, or because
+    the sum and then its product with the weight are, and by (N + 2) eps32 A for sums in fp32; dx, which is made of dh
+    and of x times noise, is rounded once more. dweights are sums over N and K of |dout E h|; one way rounds the sums
+    over K, the other the sums over N.
     """
     parts = [drawn(case, width, rank) for rank in range(len(case.sizes))]
     experts = torch.cat([p[0] for p in parts]).double().abs()
@@ -128,13 +128,13 @@ def allowed(case: Case, width: int, data: Data) -> tuple[Tensor, Tensor]:
 
 
 def same_bits(group, case: Case, width: int, cut: Cut) -> None:
-    """Of random numbers, but weights that are powers of two: the two operations one after another, and in one call."""
+    """Random numbers, with powers of two as weights: the separate calls and the fused call give the same bits."""
     rank, data, found = group.rank(), build(case), []
     made, dout, noise = drawn(case, width, rank)
     for fused in (False, True):
         experts = made.clone().requires_grad_()
         x, weights, rows, handle = dispatched(group, case, data)
-        communicator(group).plans.clear()  # of other tiles
+        communicator(group).plans.clear()  # the kept plans have other tiles
         count = int(handle.offsets[-1])
         h = torch.cat((rows[:count] * noise[:count], torch.full_like(rows[count:], torch.nan)))
         poison(group)

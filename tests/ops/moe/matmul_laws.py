@@ -1,4 +1,4 @@
-"""What a dispatch with its matmul must fulfil on each rank: the bits of the two calls, and of integers the formula."""
+"""Laws of the fused dispatch and matmul on each rank: the bits of the two calls, and on integers the formula."""
 
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -24,7 +24,7 @@ from tests.properties.laws import assert_same, poison
 
 @dataclass(frozen=True)
 class Matmul:
-    """Rows of `case` by [experts, out, width], with an activation or none."""
+    """Experts [experts, out, width] on the rows of `case`, with an activation or none."""
 
     case: Case
     out: int
@@ -33,7 +33,7 @@ class Matmul:
 
 @dataclass
 class Inputs:
-    """Of all ranks: routing and tokens, one matrix or gate and up, and the gradient of the combined output."""
+    """The inputs of all ranks: routing and tokens, one matrix or gate and up, the gradient of the combined output."""
 
     data: Data
     matrices: list[Tensor]
@@ -50,7 +50,7 @@ def random(law: Matmul) -> Inputs:
 
 
 def whole(law: Matmul) -> Inputs:
-    """Integers. Of a gated matmul gate's product is above 128 or below -128: there act is its argument or 0."""
+    """Integer inputs. In a gated matmul, gate's product is above 128 or below -128: there act is its argument or 0."""
     case, data = law.case, build(law.case)
     g = torch.Generator().manual_seed(case.seed + 1)
     draw = lambda *shape: torch.randint(-2, 3, shape, generator=g).to(case.dtype)  # noqa: E731
@@ -72,7 +72,7 @@ def leaves_of(law: Matmul, inputs: Inputs, rank: int) -> tuple[Tensor, Tensor, l
 
 
 def computed(group, law: Matmul, inputs: Inputs, fused: bool, backward: bool = True) -> dict[str, Tensor]:
-    """All results of this rank by name, the fused way or by two calls."""
+    """All results of this rank by name, from the fused call or from the two calls."""
     case, rank = law.case, group.rank()
     x, weights, own = leaves_of(law, inputs, rank)
     given = x, inputs.data.ids[mine(case, rank)], weights
@@ -81,7 +81,7 @@ def computed(group, law: Matmul, inputs: Inputs, fused: bool, backward: bool = T
     with torch.set_grad_enabled(backward):
         if not fused:
             rows, offsets, handle = moe_dispatch(*given, case.num_experts, group, **how)
-            by = case.engine if len(case.sizes) > 1 else "auto"  # of one rank there is no kernel that does both
+            by = case.engine if len(case.sizes) > 1 else "auto"  # on one rank there is no fused kernel
             if law.act:
                 y = grouped_gated(rows, *own, offsets, act=law.act, engine=by)
             else:
@@ -101,7 +101,7 @@ def computed(group, law: Matmul, inputs: Inputs, fused: bool, backward: bool = T
 
 
 def equals_two_calls(group, law: Matmul) -> None:
-    """Bit by bit, with gradients and without."""
+    """The fused call equals the two calls bit for bit, with and without gradients."""
     inputs = random(law)
     communicator(group).engine_calls.clear()
     got = computed(group, law, inputs, fused=True)
@@ -115,7 +115,7 @@ def equals_two_calls(group, law: Matmul) -> None:
 
 
 def dense(law: Matmul, inputs: Inputs) -> dict[str, Tensor]:
-    """Of all ranks, by a loop over tokens and choices in fp64."""
+    """The results of all ranks, by a loop over tokens and choices in fp64."""
     x, weights, *matrices = (
         t.double().requires_grad_() for t in (inputs.data.x, inputs.data.weights, *inputs.matrices)
     )
@@ -135,7 +135,7 @@ def dense(law: Matmul, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def equals_dense(group, law: Matmul) -> None:
-    """Of integers the combined output and all gradients are the formula's, rounded once."""
+    """With integers, the combined output and all gradients are the formula's, rounded once."""
     inputs, case, rank = whole(law), law.case, group.rank()
     got, each = computed(group, law, inputs, fused=True), case.num_experts // len(case.sizes)
     for name, full in dense(law, inputs).items():
@@ -145,7 +145,7 @@ def equals_dense(group, law: Matmul) -> None:
 
 
 def layer(group, law: Matmul) -> None:
-    """Experts takes the fused kernels, in backward too: output and gradients as by two calls, those by main_grad."""
+    """Experts uses the fused kernels, in backward too: outputs, gradients and main_grads equal those of two calls."""
     inputs, case, rank = whole(law), law.case, group.rank()
     experts = Experts(case.width, law.out, case.num_experts, act=law.act or "relu", gated=bool(law.act))
     each = case.num_experts // len(case.sizes)
@@ -163,7 +163,7 @@ def layer(group, law: Matmul) -> None:
         assert all(w.grad is None for w in own)
         results.append([out.detach(), x.grad, weights.grad, *(w.main_grad for w in own)])
         calls = {name: n for (name, by), n in communicator(group).engine_calls.items() if by == engine != "collective"}
-        # Forward and backward, each one for the rows' way there and one for the way back; and a weight's for itself.
+        # Forward and backward each dispatch once and combine once; moe_combine is the routing weights' gradient.
         wanted = {"moe_plan": 1, "moe_dispatch_matmul": 2, "moe_matmul_combine": 2, "moe_combine": 1}
         assert calls == (wanted if engine != "collective" else {}), calls
     for got, want in zip(*results, strict=True):
@@ -171,7 +171,7 @@ def layer(group, law: Matmul) -> None:
 
 
 def compiled(group, law: Matmul) -> None:
-    """One compiled graph equals eager code, with its gradients."""
+    """One compiled graph equals eager code, gradients included."""
     fusedtp.reserve(group, 1 << 16)
     inputs, case, rank = whole(law), law.case, group.rank()
     ids, here = inputs.data.ids[mine(case, rank)], mine(case, rank)
@@ -196,7 +196,7 @@ def compiled(group, law: Matmul) -> None:
 
 
 def refuses(group, law: Matmul) -> None:
-    """More rows than there is room for, where the host does not know, as on a GPU."""
+    """More rows than the capacity, when the host does not know the counts, as on a GPU."""
     inputs, case, rank = whole(law), law.case, group.rank()
     x, weights, own = leaves_of(law, inputs, rank)
     ids = inputs.data.ids[mine(case, rank)]

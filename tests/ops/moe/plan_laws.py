@@ -1,4 +1,4 @@
-"""The kernels of an exchange's plan against its formulas in torch, on any device."""
+"""The kernels of an exchange's plan equal the torch formulas, on any device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNDEFINED_PAST_THE_LAST_ROW = ("arrivals", "origins", "to", "to_places")
 
 
 def drawn(sizes: list[int], here: int, top_k: int, dropped: float, skewed: bool, seed: int) -> list[Tensor]:
-    """Ids of every rank's tokens: all different ones of a token, some dropped; with `skewed` mostly the first."""
+    """The ids of every rank's tokens: distinct within a token, some dropped; with `skewed` mostly the first experts."""
     generator = torch.Generator().manual_seed(seed)
     experts = here * len(sizes)
     likes = torch.rand(sum(sizes), experts, generator=generator) + skewed * torch.arange(experts, 0, -1) / 8
@@ -34,7 +34,7 @@ def drawn(sizes: list[int], here: int, top_k: int, dropped: float, skewed: bool,
 
 
 def sort_law(ids: Tensor, experts: int, block: int = 2048) -> Tensor:
-    """What the kernel makes of ids [T, k], which is what the formula makes; the counts."""
+    """The kernel's sort of ids [T, k] equals the formula's; return the counts."""
     launch, words, places = plan_sort(ids, experts, block)
     launch.start(ids.device)
     counts, order = sort_choices(ids, experts)
@@ -44,7 +44,7 @@ def sort_law(ids: Tensor, experts: int, block: int = 2048) -> Tensor:
 
 
 def index_law(table: Tensor, at: Exchange, block: int = 1024) -> None:
-    """Every part of the index of one rank, as far as it is defined."""
+    """Check every defined part of one rank's index."""
     index = unfilled_index(table, at)
     launch, _ = plan_index(table, index, at, block)
     launch.start(table.device)
@@ -56,7 +56,7 @@ def unfilled_index(table: Tensor, at: Exchange) -> Tensor:
 
 
 def check_index(index: Tensor, table: Tensor, at: Exchange) -> None:
-    """Against the formula; what is undefined was not written."""
+    """Compare with the formula; undefined parts must not be written."""
     places = torch.arange(at.tokens * at.top_k, device=table.device)
     want = unpacked(index_formula(table, places, at), at)
     rows = min(int(want.offsets[at.experts_here]), at.recv_capacity)
@@ -67,7 +67,7 @@ def check_index(index: Tensor, table: Tensor, at: Exchange) -> None:
 
 
 def window_law(plan: RoutingPlan, at: Exchange, rounds: Iterable[int], block: int = 256) -> None:
-    """A rank's plans of these rounds by the kernel, as far as they are read, are those of the formula."""
+    """The kernel's plans of these rounds on one rank equal the formula's, wherever they are read."""
     windows, r, each = Windows(plan, at._replace(engine="local")), at.rank, at.experts_here
     for i in rounds:
         launch, made = plan_window(plan, i, at, block)
@@ -94,24 +94,24 @@ def plan_law(
     group: object, device: str, dtype: torch.dtype, sizes: list[int], here: int, top_k: int, dropped: float,
     skewed: bool, bound: float, block: int, seed: int,
 ) -> None:  # fmt: skip
-    """All kernels, of every rank. bound: room for that share of what any routing needs."""
+    """Check all kernels on every rank. bound: capacity as a share of what any routing needs."""
     ids = [each.to(device, dtype) for each in drawn(sizes, here, top_k, dropped, skewed, seed)]
     experts = here * len(sizes)
     table = torch.stack([sort_law(each, experts, block) for each in ids])
     orders = torch.cat([sort_choices(each, experts)[1] for each in ids])
-    table = table if seed % 2 else table.t().contiguous().t()  # as rounds have it
+    table = table if seed % 2 else table.t().contiguous().t()  # the strides it has in rounds
     for rank in range(len(sizes)):
         at = Exchange("", rank, tuple(sizes), experts, top_k, 0, "triton")
         rows = int(bound * at.max_recv_rows)
         at = at._replace(bound=rows)
         index_law(table, at, block)
         if rows and rank == seed % len(sizes):
-            last = -(-at.max_recv_rows // rows)  # without rows
+            last = -(-at.max_recv_rows // rows)  # a round without rows
             window_law(RoutingPlan(table, orders, orders.new_empty(0)), at, {seed % last, last - 1, last}, block)
 
 
 def stray_law(group: object, device: str) -> None:
-    """Ids of no expert, which a GPU does not refuse: they end up as dropped ones do, and every choice has one place."""
+    """Ids of nonexistent experts, which a GPU does not reject: they are treated as dropped, and places stay unique."""
     for dtype, stray in ((torch.int32, 2**31 - 1), (torch.int64, 2**32 + 1), (torch.int64, -(2**40))):
         ids = torch.tensor([[0, stray], [3, 2], [stray, 4]], dtype=dtype, device=device)
         launch, words, places = plan_sort(ids, 4, 16)

@@ -1,4 +1,4 @@
-"""What does not fit raises, names rank and value, and leaves the group usable; nothing hangs."""
+"""Bad input raises an error with rank and value, and leaves the group usable; nothing hangs."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ GOOD = dict(
 
 
 def exchange(group, changes: dict, engine: str) -> list[int]:
-    """One dispatch and combine with these changes, then a good one."""
+    """One dispatch and combine with these changes, then a correct one."""
     found = None
     for case in (GOOD | changes, GOOD):
         ids = torch.tensor(case["ids"])
@@ -41,7 +41,7 @@ def exchange(group, changes: dict, engine: str) -> list[int]:
     return offsets.tolist()
 
 
-ALIKE = {  # every rank gives the same
+ALIKE = {  # every rank passes the same
     "ids past the end": (
         dict(ids=((0, 1), (1, 4), (3, 0))),
         r"rank \d: expert_ids\[1, 1\] is 4; there are 4 experts",
@@ -123,7 +123,7 @@ def test_engines_that_there_are_not_are_refused():
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )  # fmt: skip
 def test_only_more_than_roundings_makes_another_sum(k, tokens, scale, seed, dtype):
-    """Normalised weights pass, also where choices were dropped; one of a greater error does not."""
+    """Normalized weights pass, even if choices were dropped; a weight that is off by more than rounding does not."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, 8, generator=g).argsort(1)[:, :k]
     weights = scale * (3 * torch.randn(tokens, k, generator=g).to(dtype)).softmax(1)

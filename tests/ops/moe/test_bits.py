@@ -1,4 +1,4 @@
-"""Random numbers, whose sums do round: a repeated exchange gives the same bits, and so does any split of the tokens."""
+"""Random numbers, so sums round: a repeated exchange gives the same bits, and so does any split of the tokens."""
 
 import pytest
 import torch
@@ -17,9 +17,9 @@ NAMES = ("out", "dx", "dweights")
 
 @st.composite
 def cases(draw: st.DrawFn, engines: tuple[str, ...], dtypes: tuple[torch.dtype, ...]) -> Case:
-    """Tokens of one rank; experts that 1, 2, 3 and 4 ranks divide; rows as long as vector instructions like them."""
+    """Tokens of one rank; 1, 2, 3 and 4 ranks divide the experts; row lengths around those of vector instructions."""
     engine = draw(st.sampled_from(engines))
-    few = engine == "triton"  # is interpreted
+    few = engine == "triton"  # it is interpreted, which is slow
     return Case(
         engine=engine,
         sizes=(draw(st.integers(0, 5 if few else 12)),),
@@ -34,7 +34,7 @@ def cases(draw: st.DrawFn, engines: tuple[str, ...], dtypes: tuple[torch.dtype, 
 
 
 def exchanged(group, case: Case, sizes: tuple[int, ...], times: int = 1) -> list[list[Tensor]]:
-    """out, dx and dweights of this rank's tokens, as often as asked. Expert e adds e to a row, and doubles it."""
+    """out, dx and dweights of this rank's tokens, computed `times` times. Expert e adds e to a row and doubles it."""
     data, split = build(case), Case(**{**vars(case), "sizes": sizes})
     generator = torch.Generator().manual_seed(case.seed)
     x, dy = (torch.randn(data.x.shape, generator=generator).to(case.dtype) for _ in range(2))
@@ -72,7 +72,7 @@ def same_for_all_splits(case: Case, splits: list[tuple[int, ...]], run) -> None:
 
 
 def splits(draw: st.DrawFn, tokens: int, ranks: list[int]) -> list[tuple[int, ...]]:
-    """The tokens split at drawn places, so that ranks may have none."""
+    """A random split of the tokens; some ranks may have none."""
     found = []
     for n in ranks:
         cuts = sorted(draw(st.lists(st.integers(0, tokens), min_size=n - 1, max_size=n - 1)))
@@ -91,7 +91,7 @@ def test_any_split_gives_the_same_bits(data: st.DataObject):
 
 
 def test_any_split_gives_the_same_bits_by_kernels():
-    """One case, as kernels are interpreted here, in fp32, where the order of four numbers shows."""
+    """One fp32 case, because kernels are interpreted here; the order of four summands shows in fp32."""
     pytest.importorskip("triton")
     case = Case("triton", (6,), 12, 4, 33, torch.float32, "skewed", 0.2, seed=5)
     same_for_all_splits(case, [(4, 2), (1, 0, 5)], in_processes)

@@ -1,4 +1,4 @@
-"""Rows in fp8: what is exact, how far off the rest is, that engines agree, and that fewer bytes travel."""
+"""Rows sent in fp8: when they are exact, the error otherwise, agreement of engines, and fewer bytes sent."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_what_fp8_holds_comes_out_exactly(shape, dtype, power, seed):
 @settings(max_examples=60)
 @given(shapes, dtypes, st.sampled_from([1.0, 1e-4, 3e4, 1e30]), st.floats(0.0, 4.0), st.integers(0, 2**32))
 def test_no_element_is_off_by_more_than_a_sixteenth_of_its_blocks_largest(shape, dtype, size, spread, seed):
-    """Magnitudes within a row differ by factors of up to e**(3 spread) or so."""
+    """Magnitudes within a row differ by factors of up to about e**(3 spread)."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=g) * (spread * torch.randn(shape, generator=g)).exp()
     x = (x * (size if dtype != torch.float16 or size < 10 else 1.0)).to(dtype)
@@ -61,10 +61,10 @@ def test_no_element_is_off_by_more_than_a_sixteenth_of_its_blocks_largest(shape,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_scale_grows_only_above_448_times_itself(dtype):
-    """Blocks of largest magnitude 448 * 2**p, of the numbers next to it, and of 224 * 2**p and the next one."""
+    """Blocks with largest magnitude 448 * 2**p, its neighbours, 224 * 2**p, and the number after that."""
     powers = torch.arange(-8, 8)
     at = 2.0**powers
-    step = torch.finfo(dtype).eps * 2**8  # from 256 to 512, numbers of the dtype are so far apart
+    step = torch.finfo(dtype).eps * 2**8  # spacing of the dtype's numbers from 256 to 512
     for largest, times in (
         (448.0, 1), (448.0 + step, 2), (448.0 - step, 1), (224.0, 0.5), (224.0 + step / 2, 1)
     ):  # fmt: skip
@@ -111,7 +111,7 @@ def exchanged(group, case: Case, comm_dtype: str, rough: bool) -> list[Tensor]:
 
 
 def engines_agree(group, case: Case, engines: tuple[str, ...], rough: bool) -> None:
-    """All engines give the same bits; the rows are the rounded ones; exact inputs give what they give unrounded."""
+    """All engines give the same bits; rows are rounded as by `through`; exact inputs give the results without fp8."""
     found = {}
     for engine in engines:
         of_engine = Case(**{**vars(case), "engine": engine})
@@ -144,7 +144,7 @@ def test_kernels_agree():
 
 
 def bytes_of_a_dispatch(group, comm_dtype: str, width: int) -> tuple[int, int]:
-    """What a dispatch of four tokens declares of a slot, and what a collective one sends to peers."""
+    """The slot bytes that a dispatch of four tokens declares, and the bytes that the collective one sends to peers."""
     comm = communicator(group)
     fusedtp.reserve(group, 1 << 16)
     sent, all_to_all = [], comm.all_to_all
@@ -166,7 +166,7 @@ def bytes_of_a_dispatch(group, comm_dtype: str, width: int) -> tuple[int, int]:
 
 
 def test_half_the_bytes_travel():
-    k, slots = 512, 4 * 4  # of the weights, beside the rows
+    k, slots = 512, 4 * 4  # for the weights, beside the rows
     for plain, packed in zip(
         *(world(2).run(bytes_of_a_dispatch, comm_dtype, k) for comm_dtype in ("", "fp8")), strict=True
     ):

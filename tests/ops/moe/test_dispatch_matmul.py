@@ -1,4 +1,4 @@
-"""A dispatch with its matmul in one call: the two calls bit by bit, the formula of integers, compiled, in a layer."""
+"""The fused dispatch and matmul: equal to two calls bit for bit, to the formula on integers, compiled, in a layer."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def case(
     return Case(engine, sizes, experts, top_k, width, dtype, skew, dropped, 3, room)
 
 
-LARGE = Matmul(case((150, 40), 4, 2, 70, room=5), 80, "silu")  # several tiles an expert, chunks across experts
+LARGE = Matmul(case((150, 40), 4, 2, 70, room=5), 80, "silu")  # several tiles per expert, chunks that span experts
 
 
 @needs_triton
@@ -58,7 +58,7 @@ LARGE = Matmul(case((150, 40), 4, 2, 70, room=5), 80, "silu")  # several tiles a
 @given(matmuls())
 @example(LARGE)
 @example(Matmul(case((70, 0, 3), 3, 3, 65, BF16, "one", 0.3), 3))
-@example(Matmul(case((5, 3), 2, 1, 257), 200))  # four tiles a row, of which each keeps an uneven part of it
+@example(Matmul(case((5, 3), 2, 1, 257), 200))  # four tiles per row, each storing an uneven part of it
 @example(Matmul(case((0, 0), 2, 1), 3, "gelu"))
 def test_the_bits_are_those_of_two_calls(law):
     world(len(law.case.sizes)).run(laws.equals_two_calls, law)
@@ -114,7 +114,7 @@ def test_more_rows_than_there_is_room_for_are_noticed_by_every_rank():
 
 
 def compiled_without_room(group, joined: bool) -> None:
-    """Rank 0's experts have room for two rows, and get three."""
+    """Rank 0's experts have room for two rows and receive three."""
     ids = torch.zeros(2 - group.rank(), 1, dtype=torch.int64)
     x, weights = torch.ones(len(ids), 3), torch.ones(len(ids), 1)
     how = dict(sizes=(2, 1), max_rows=2, engine="chunked")
@@ -139,8 +139,8 @@ def test_a_compiled_graph_on_a_cpu_notices_it_on_every_rank_too(joined):
 
 
 def check_op(group, act: str, engine: str) -> None:
-    """Three rows a rank and room for no more: all of what the op returns is defined."""
-    fusedtp.reserve(group, 4096)  # registers the group, which custom ops know by name
+    """Three rows per rank and no spare room: all outputs of the op are defined."""
+    fusedtp.reserve(group, 4096)  # registers the group; custom ops know it by name
     routed = [torch.tensor(ids).view(-1, 2) for ids in ([[0, 2], [1, 4]], [], [[0, 3], [2, 5], [4, -1]])]
     ids = routed[group.rank()].int()
     sorted_ = [sort_choices(each.int(), 6) for each in routed]

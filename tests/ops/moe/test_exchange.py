@@ -1,4 +1,4 @@
-"""Dispatch, then combine: no row or gradient is lost or doubled, for any world, routing and engine."""
+"""Dispatch, then combine: no row or gradient is lost or duplicated, for any world, routing and engine."""
 
 from dataclasses import replace
 
@@ -32,8 +32,8 @@ def cases(draw: st.DrawFn, engines: tuple[str, ...] = ("chunked", "collective", 
     )
 
 
-# Cases that draws rarely give an engine: tokens of several features on several ranks, ragged, with an empty rank,
-# dropped choices or spare room, in each dtype.
+# Cases that are rarely drawn: tokens with several features on several ranks, ragged, with an empty rank, dropped
+# choices or spare room, in each dtype.
 SHAPES = (
     ((5, 2, 7), 6, 3, 0.3, None),
     ((4, 0, 6), 6, 2, 0.0, 3),
@@ -49,7 +49,7 @@ FULL = [
 
 
 def also_full(*engines: str):
-    """Decorate a law of one case: those of FULL, by each engine; "triton" has no fp64."""
+    """Decorate a law of one case: also run the cases in FULL with each engine; "triton" has no fp64."""
 
     def decorate(law):
         for engine in engines:
@@ -71,7 +71,7 @@ def test_rows_are_conserved(case):
 @settings(max_examples=15)
 @given(cases(engines=("chunked",)), st.sampled_from([2500, 9000, 30000]))
 def test_wide_rows_are_conserved(case, width):
-    """Of which a core's cache holds a few, so that they are brought and added up in several stretches."""
+    """A core's cache holds only a few of these rows, so they are copied and summed in several stretches."""
     world(len(case.sizes)).run(conserves_rows, replace(case, width=width))
 
 

@@ -1,4 +1,4 @@
-"""Experts whose matmuls run while rows travel, in rounds and not, equal every expert for every token."""
+"""Experts computed while rows travel, in rounds or in one, equal a dense loop over experts and tokens."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def without_rounds(given, gate, up, down, num_experts, group, how) -> Tensor:
 
 
 def equals_dense(group, law: Matmul, max_rows: int | None, with_main_grad: bool) -> None:
-    """Integers, for which no sum rounds."""
+    """Integers, so no sum rounds."""
     case, rank, inputs = law.case, group.rank(), whole(law)
     g = torch.Generator().manual_seed(case.seed + 2)
     down = torch.randint(-1, 2, (case.num_experts, case.width, law.out), generator=g).to(case.dtype)
@@ -123,14 +123,14 @@ def test_experts_equal_the_dense_formula(drawn):
 
 @pytest.mark.parametrize("act", ["", "silu"])
 def test_rounds_of_kernels_equal_the_dense_formula(act):
-    """Two rounds, by the kernels that multiply while rows travel."""
+    """Two rounds with the fused kernels."""
     pytest.importorskip("triton")
     case = Case("triton", (3, 2), 4, 2, 3, torch.float32, "skewed", 0.1, 1)
     world(2).run(equals_dense, Matmul(case, 2, act), 5, False, timeout=300)
 
 
 def by_default(group, layer: Layer, shares: int) -> list[int]:
-    """As if little were much, with plans of the rounds by kernels; the rounds that it took."""
+    """With a low size threshold and round plans made by kernels; return the number of rounds."""
     with (
         patch.multiple(plans, SMALL=0, SHARES=shares),
         patch.object(rounds, "plans_by_kernel", lambda device: True),
@@ -141,7 +141,7 @@ def by_default(group, layer: Layer, shares: int) -> list[int]:
 
 
 def test_more_than_the_usual_room_comes_in_rounds_of_kernels():
-    """Five tokens of two choices: a share is 5 rows of 10."""
+    """Five tokens with two choices each: a share is 5 of 10 rows."""
     pytest.importorskip("triton")
     layer = Layer((2, 3), 4, 2, 3, 2, engine="triton")
     assert world(2).run(by_default, layer, 1, timeout=300) == [[0, 2, 2, 1]] * 2
@@ -154,14 +154,14 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     ("ranks", "tokens", "top_k", "experts", "row_bytes", "engine", "want"),
     [
-        (8, 8192, 8, 256, 14336, "triton", 2 * 8192),  # of 65,536
-        (8, 8192, 8, 256, 14336, "chunked", None),  # the host knows
+        (8, 8192, 8, 256, 14336, "triton", 2 * 8192),  # out of 65,536
+        (8, 8192, 8, 256, 14336, "chunked", None),  # the host knows the counts
         (8, 8192, 2, 8, 8192, "triton", None),  # 64 MiB: Mixtral
-        (8, 16384, 2, 8, 8192, "triton", 2 * 4096),  # of 16,384
-        (4, 8192, 2, 8, 8192, "triton", 2 * 4096),  # of 16,384
-        (2, 8192, 8, 64, 8192, "triton", None),  # two shares of two ranks are all
+        (8, 16384, 2, 8, 8192, "triton", 2 * 4096),  # out of 16,384
+        (4, 8192, 2, 8, 8192, "triton", 2 * 4096),  # out of 16,384
+        (2, 8192, 8, 64, 8192, "triton", None),  # on two ranks, two shares are everything
         (8, 64, 8, 256, 14336, "triton", None),  # decoding: 7 MiB
-        (64, 65536, 8, 256, 14336, "triton", 2 * 8192),  # of 262,144
+        (64, 65536, 8, 256, 14336, "triton", 2 * 8192),  # out of 262,144
         (4, 64 * MIB // 1024 // 4, 4, 16, 1024, "triton", None),  # 64 MiB
         (4, 64 * MIB // 1024 // 4 + 4, 4, 16, 1024, "triton", 2 * (16384 + 4)),
     ],
@@ -184,7 +184,7 @@ def test_the_usual_room(ranks, tokens, top_k, experts, row_bytes, engine, want):
     [
         ("chunked", 160, [37, 12], 0, [37, 12]),
         ("chunked", 30, [37, 12], 1, [7, 0]),
-        ("triton", 160, [37, 12], 0, [40, 40]),  # in steps of a sixteenth of the bound, the same on all ranks
+        ("triton", 160, [37, 12], 0, [40, 40]),  # rounded up to a sixteenth of the bound, the same on all ranks
         ("triton", 160, [161, 12], 0, [160, 160]),
         ("triton", 160, [161, 12], 1, [10, 10]),
         ("triton", 170, [170, 0], 0, [170, 170]),
@@ -206,7 +206,7 @@ def test_activations_that_do_not_fit_are_refused(gate, act):
 
 
 def split(group) -> None:
-    """A backward in an input pass and a weight pass, in rounds, has the gradients of a whole one."""
+    """A backward in an input pass and a weight pass, in rounds, gives the gradients of a single backward."""
     rank, g, sizes = group.rank(), torch.Generator().manual_seed(0), (2, 3, 1)
     ids = torch.rand(6, 6, generator=g).argsort(1)[:, :2].split(list(sizes))[rank]
     x, weights = (torch.randint(-2, 3, (6, n), generator=g).float().split(list(sizes))[rank].clone() for n in (3, 2))
@@ -237,7 +237,7 @@ def rounds_taken(group, layer: Layer) -> list[int]:
 
 
 def told(group, fault: str) -> None:
-    """One rank's experts cannot be; the other one hears of it at once, and the group goes on."""
+    """One rank's experts are faulty; the other rank raises at once, and the group stays usable."""
     wrong, rank = group.rank() == 1, group.rank()
     x, weights = torch.ones(2, 4), torch.ones(2, 1)
     ids = torch.tensor([[0], [1]])
@@ -271,7 +271,7 @@ def test_a_fault_of_one_rank_is_told_to_the_others(fault):
 
 
 def changed_later(group, max_rows: int) -> None:
-    """x may be changed in place when the experts have seen it, in one round as in several."""
+    """x may be changed in place after the experts have read it, in one round or in several."""
     x, factor = torch.ones(4, 3), torch.tensor(2.0, requires_grad=True)
     ids = (torch.arange(4) % 2)[:, None]
     y, usage = moe_rounds(x * factor, ids, torch.ones(4, 1), 2, group, lambda rows, _: rows.square(), max_rows=max_rows)
@@ -288,9 +288,10 @@ def test_x_may_be_changed_afterwards(max_rows):
 
 
 def held_between_passes(group, max_rows: int) -> int:
-    """How many tensors of hidden rows there are between the passes of a split backward, beside one gradient a round.
+    """How many tensors of hidden rows exist between the passes of a split backward, not counting one gradient per
+    round.
 
-    Those gradients are what torch's two passes hand over.
+    torch's two passes hand over those gradients.
     """
 
     def hidden() -> int:
@@ -317,7 +318,7 @@ def test_a_split_backward_holds_no_more_rows_for_more_rounds():
 
 
 def under_autocast(group) -> None:
-    """Weights with a main_grad in fp32, products in bf16: in rounds as without. Integers, which bf16 holds."""
+    """fp32 weights with a main_grad, bf16 products: rounds give the same as one round. bf16 holds these integers."""
     rank, g = group.rank(), torch.Generator().manual_seed(0)
     x = torch.randint(-2, 3, (4, 3), generator=g).float()
     ids = torch.rand(4, 4, generator=g).argsort(1)[:, :2]
@@ -341,7 +342,7 @@ def test_rounds_under_autocast_accumulate_into_main_grads():
 
 
 def test_the_usual_room_counts_bytes_as_rows_travel():
-    """65,536 rows of 512 in fp32 are 128 MiB, and under autocast 64."""
+    """65,536 rows of 512 are 128 MiB in fp32, and 64 MiB under autocast."""
 
     def room(group) -> int | None:
         x, ids = torch.empty(16384, 512), torch.zeros(16384, 4, dtype=torch.int64)
@@ -355,4 +356,4 @@ def test_the_usual_room_counts_bytes_as_rows_travel():
         assert VirtualWorld(4).run(room) == [2 * 65536] * 4
         assert VirtualWorld(4).run(smaller) == [32768] * 4
         with torch.autocast("cpu", torch.bfloat16):
-            assert VirtualWorld(4).run(smaller) == [None] * 4  # any routing has room in that
+            assert VirtualWorld(4).run(smaller) == [None] * 4  # there is room for any routing

@@ -1,6 +1,6 @@
-"""fp64 gradcheck of the exchange, of experts behind it, and of a whole layer: on one process, and of all ranks at once.
+"""fp64 gradcheck of the exchange, of experts behind it, and of a whole layer: on one process, and on all ranks at once.
 
-As tests/properties/test_gradcheck.py: every rank passes the same full tensors and all perturb the same element.
+As in tests/properties/test_gradcheck.py, every rank passes the same full tensors and all perturb the same element.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.properties.test_gradcheck import _Enter as Enter
 from tests.properties.test_gradcheck import _inputs as inputs
 from tests.properties.test_gradcheck import _Leave as Leave
 
-# Four experts, of which 2 has no row and 1 and 3 lose some: a token with all, one, and none of its choices.
+# Four experts. Expert 2 has no row, 1 and 3 lose some: tokens with all, one, and none of their choices.
 IDS = torch.tensor([[0, 1], [3, -1], [-1, -1], [1, 0], [-1, 3]])
 SIZES = [(5,), (2, 3), (5, 0)]
 WIDTH = 2
@@ -34,7 +34,7 @@ def mine(sizes: tuple[int, ...], rank: int) -> slice:
 
 
 def check_dispatch(group, sizes: tuple[int, ...], engine: str) -> None:
-    """Rows alone, without their combine."""
+    """The dispatch alone, without its combine."""
     here = mine(sizes, group.rank())
 
     def everything(x: Tensor) -> Tensor:
@@ -53,9 +53,9 @@ def check_dispatch(group, sizes: tuple[int, ...], engine: str) -> None:
 
 
 def check_combine(group, sizes: tuple[int, ...], engine: str) -> None:
-    """Of rows that are nobody's tokens."""
+    """The combine alone, with arbitrary rows."""
     here = mine(sizes, group.rank())
-    counts = [2, 2, 0, 2]  # rows of the experts
+    counts = [2, 2, 0, 2]  # rows per expert
     rows_here = torch.tensor(counts).split(4 // group.size())[group.rank()].sum()
     begin = sum(counts[: group.rank() * 4 // group.size()])
 
@@ -81,7 +81,7 @@ TOKENS = [[2.0, 1.0], [1.5, -0.5], [2.5, 0.5], [1.0, 1.5], [3.0, -1.0]]
 
 
 def layer(capacity: float | None, drop: str) -> MoE:
-    """Nobody chooses expert 2, so a capacity of 0.8, two tokens an expert, drops at least four of the ten choices."""
+    """No token chooses expert 2, so a capacity of 0.8, two tokens an expert, drops at least four of the ten choices."""
     options = dict(normalize=True, scale=1.5, balance_loss=0.7, z_loss=0.3, sequence_loss=0.2, shared=2)
     moe = MoE(WIDTH, 2, 4, 2, capacity=capacity, drop=drop, dtype=torch.float64, **options)
     generator = torch.Generator().manual_seed(3)
@@ -93,7 +93,7 @@ def layer(capacity: float | None, drop: str) -> MoE:
 
 
 def part_of(full: Tensor, parameter: Tensor, group) -> Tensor:
-    """What this rank holds of it; gradients of what is whole are summed by the layer itself."""
+    """This rank's shard of a parameter; the layer itself sums the gradients of replicated ones."""
     (placement,) = parameter.placements
     if placement.is_replicate():
         return full.view_as(full)
@@ -132,7 +132,7 @@ def test_gradients_of_a_whole_layer(sizes, capacity, drop):
 
 
 def test_no_token_of_the_layer_is_near_a_tie():
-    """Else a step of gradcheck, 1e-6, would send it elsewhere."""
+    """Otherwise a step of gradcheck, 1e-6, could reroute it."""
     moe, x = layer(None, "position"), torch.tensor(TOKENS, dtype=torch.float64)
     logits = (x @ moe.router.weight.T).sort(1).values
     assert logits.diff(dim=1).min() > 1e-2
@@ -141,7 +141,7 @@ def test_no_token_of_the_layer_is_near_a_tie():
 
 
 def of_one_choice_alone(group) -> None:
-    """A dispatch whose backward brings home the first choice in the place of each."""
+    """A broken dispatch: its backward takes the first choice's gradient in place of every choice's."""
 
     def first_alone(parts, places, weights):
         first = places[:, :1].expand_as(places).contiguous()

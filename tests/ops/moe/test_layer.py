@@ -1,4 +1,4 @@
-"""Experts behind an exchange equal every expert for every token; a plan is data, which may be changed in place."""
+"""Experts behind an exchange equal a dense loop over experts and tokens; a plan may be changed in place."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The last matmul of experts in one call with its combine equals the two apart, and the dense formula."""
+"""The experts' last matmul fused with its combine equals the two separate calls, and the dense formula."""
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ IDS = torch.tensor([[2 * (t % 3), 2 * ((t + 1) % 3) + 1] for t in range(6)])  # 
 
 
 def check_op(group, engine: str) -> None:
-    fusedtp.reserve(group, 4096)  # registers the group, which custom ops know by name
+    fusedtp.reserve(group, 4096)  # registers the group; custom ops know it by name
     parts = [sort_choices(part, EXPERTS) for part in IDS.split(list(SIZES))]
     table = torch.stack([counts for counts, _order in parts])
     at = Exchange(group.group_name, group.rank(), SIZES, EXPERTS, 2, 4, engine)
@@ -114,7 +114,7 @@ def test_opcheck(engine):
 
 
 def compiled(group, engine: str) -> None:
-    """A compiled layer equals an eager one, with its gradients, in one graph."""
+    """A compiled layer equals the eager one, gradients included, in one graph."""
     fusedtp.reserve(group, 1 << 16)
     ids = IDS.split(list(SIZES))[group.rank()]
 
@@ -144,7 +144,7 @@ def test_a_compiled_layer_equals_an_eager_one(engine):
 
 
 def experts_by_kernels(group) -> None:
-    """A layer of experts by engine "triton" takes the one kernel, and makes what the chunked one does."""
+    """A layer of experts with engine "triton" uses the fused kernel, and its result equals the chunked one."""
     rank, g = group.rank(), torch.Generator().manual_seed(0)
     layer = Experts(3, 4, EXPERTS, gated=False, act="relu")
     x, weights, up, down = (
@@ -192,7 +192,7 @@ def test_a_split_backward_communicates_in_its_first_pass_alone(engine):
 
 
 def under_autocast(group) -> dict:
-    """What ran of a layer of fp32 tensors under autocast to fp16, in which gradients are weighed before they travel."""
+    """The calls of an fp32 layer under autocast to fp16. There gradients are weighted before they are sent."""
     ids = IDS.split(list(SIZES))[group.rank()]
     x, weights = torch.ones(len(ids), 4), torch.ones(len(ids), 2)
     rows, _, handle = fusedtp.moe_dispatch(x, ids, weights, EXPERTS, group, sizes=SIZES)
@@ -208,7 +208,7 @@ def test_fp16_of_autocast_stays_apart():
 
 
 def apart(group, engine: str) -> None:
-    """The experts' gradients of a pass that wants no others, and of one whose dout is another tensor by then."""
+    """The experts' gradients, in a pass of their own, after a pass that used another dout."""
     rank, g = group.rank(), torch.Generator().manual_seed(0)
     ids = IDS.split(list(SIZES))[rank]
     draw = lambda *shape: torch.randn(shape, generator=g)  # noqa: E731
@@ -232,7 +232,7 @@ def test_gradients_of_experts_may_come_in_a_pass_of_their_own(engine):
 
 
 def test_homes_are_where_a_combine_looks():
-    """A row's place is the one that the order of its source's slots has for it."""
+    """A row's place is its index in the sorted slots of its source."""
     parts = [sort_choices(part, EXPERTS) for part in IDS.split(list(SIZES))]
     table = torch.stack([counts for counts, _order in parts])
     for rank in range(3):

@@ -1,4 +1,4 @@
-"""The custom ops of a mixture of experts as torch's compiler sees them."""
+"""The custom ops of a mixture of experts under torch's compiler."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SIZES, EXPERTS, TOP_K = (2, 0, 3), 6, 2
 
 
 def routed(group) -> tuple[Tensor, Exchange, list[Tensor]]:
-    """(ids of this rank, its place with room for just its rows, the plan): no row of what ops return is undefined."""
+    """(ids of this rank, its place with room for just its rows, the plan), so all rows that ops return are defined."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.rand(sum(SIZES), EXPERTS, generator=generator).argsort(1)[:, :TOP_K].int()
     parts = [sort_choices(part, EXPERTS) for part in ids.split(list(SIZES))]
@@ -27,7 +27,7 @@ def routed(group) -> tuple[Tensor, Exchange, list[Tensor]]:
 
 
 def check_op(group, name: str, engine: str, comm_dtype: str = "") -> None:
-    fusedtp.reserve(group, 4096)  # registers the group, which custom ops know by name
+    fusedtp.reserve(group, 4096)  # registers the group; custom ops know it by name
     ids, at, plan = routed(group)
     at = at._replace(engine=engine, comm_dtype=comm_dtype)
     x, weights = torch.ones(len(ids), 4, requires_grad=False), torch.ones(ids.shape)
@@ -51,7 +51,7 @@ def test_opcheck_of_rows_in_fp8():
 
 
 def compiled(group) -> None:
-    """A compiled dispatch and combine equal eager ones, with their gradients, in one graph."""
+    """A compiled dispatch and combine equal the eager ones, gradients included, in one graph."""
     fusedtp.reserve(group, 1 << 16)
     ids, at, _plan = routed(group)
 

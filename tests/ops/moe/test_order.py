@@ -1,4 +1,4 @@
-"""The order of choices by expert, which all engines share."""
+"""The order of choices by expert, shared by all engines."""
 
 import torch
 from hypothesis import given
@@ -15,9 +15,9 @@ from fusedtp.ops.moe.plan import sort_choices
     st.integers(0, 2**31),
 )
 def test_slots_are_sorted_by_expert_dropped_ones_last(experts, tokens, k, dtype, seed):
-    """Slots of one expert keep their order, for as many experts as there may be."""
+    """Slots of one expert keep their order, for any supported number of experts."""
     generator = torch.Generator().manual_seed(seed)
-    few = torch.randint(-1, experts, (4,), generator=generator).tolist()  # which several slots share
+    few = torch.randint(-1, experts, (4,), generator=generator).tolist()  # shared by several slots
     chosen = torch.tensor([-1, experts - 1, *few])[torch.randint(0, 6, (tokens, k), generator=generator)]
     counts, order = sort_choices(chosen.to(dtype), experts)
     slots = chosen.flatten().tolist()

@@ -1,4 +1,4 @@
-"""The plan by kernels is the plan by torch: bit for bit, whatever is chosen."""
+"""The kernels' plan equals torch's, bit for bit, for any routing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .plan_laws import check_index, drawn, plan_law, stray_law, unfilled_index
 
 @st.composite
 def exchanges(draw):
-    """sizes, experts on a rank, choices of a token."""
+    """sizes, experts per rank, choices per token."""
     sizes = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     here = draw(st.integers(1, 5))
     return sizes, here, draw(st.integers(1, min(4, here * len(sizes))))
@@ -48,7 +48,7 @@ def test_an_id_of_no_expert_counts_as_a_dropped_choice():
 
 
 def test_the_plan_on_a_gpu_takes_two_kernels_and_few_operations(monkeypatch):
-    """As the host issues them: on tensors without memory, with kernels that do not start."""
+    """Counted on the host: tensors without memory, and kernels that do not start."""
     started, at = [], Exchange("", 1, (8,) * 4, 8, 2, 64, "triton")
     monkeypatch.setattr(exchange, "runs_kernels", lambda device: True)
     monkeypatch.setattr(Planned, "start", lambda launch, device: started.append(launch.kernel.__name__))
@@ -70,11 +70,11 @@ def test_the_plan_on_a_gpu_takes_two_kernels_and_few_operations(monkeypatch):
 
 
 VIEWS = "view split split_with_sizes slice select t transpose permute unsqueeze reshape contiguous empty new_empty"
-FREE = {f"aten::{name}" for name in VIEWS.split()}  # unless they copy
+FREE = {f"aten::{name}" for name in VIEWS.split()}  # views, unless they copy
 
 
 def operations_of(call) -> list[str]:
-    """torch's operations that would start a kernel."""
+    """The torch operations of a call that would start a kernel."""
     with torch.profiler.profile() as profile:
         call()
     outer = [each for each in profile.events() if each.cpu_parent is None]
@@ -84,7 +84,7 @@ def operations_of(call) -> list[str]:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_the_compiled_kernels_make_it_too(target):
-    """What Triton compiled, run thread by thread, in several blocks: values, bounds, races."""
+    """Triton's compiled code, run thread by thread in several blocks: values, bounds, races."""
     pytest.importorskip("triton")
     sizes, here, top_k = [9, 4], 3, 3
     ids = drawn(sizes, here, top_k, 0.2, False, 3)

@@ -1,4 +1,4 @@
-"""Matmuls of as many rows as an expert gets: rounding rows up, working in stretches, and what must not show of it."""
+"""Matmuls with one expert's number of rows: rounding up the rows and working in stretches do not change the results."""
 
 from itertools import accumulate, pairwise
 
@@ -18,7 +18,7 @@ COUNTS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 100)), min_size=1,
 
 @given(st.integers(1, 1 << 20))
 def test_rows_are_rounded_to_few_numbers(n):
-    """At most a sixteenth more, or to a multiple of 32; at most 16 numbers between a power of two and the next."""
+    """At most a sixteenth more, or up to a multiple of 32; at most 16 sizes between consecutive powers of two."""
     most = cpu.rounded(n)
     assert n <= most < n + max(32, n / 16 + 1)
     octave = {cpu.rounded(m) for m in range(1 << n.bit_length(), (2 << n.bit_length()) + 1, 1 + n // 50)}
@@ -33,7 +33,7 @@ def whole(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
 @settings(max_examples=20)
 @given(counts=COUNTS, past=st.integers(0, 70), seed=st.integers(0, 2**31))
 def test_rounding_does_not_show(dtype, counts, past, seed):
-    """Products and gradients are those of each expert's own rows; NaN of one expert, or past all, stay there."""
+    """Products and gradients use each expert's own rows; NaN in one expert's rows, or past all rows, stays there."""
     offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
     x, dy = (whole(int(offsets[-1]) + past, n, seed=seed, dtype=dtype) for n in (5, 4))
     for t in (x, dy):
@@ -68,7 +68,7 @@ def test_rounding_does_not_show(dtype, counts, past, seed):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @given(st.integers(0, 9), st.integers(1, 8), st.integers(0, 70), st.booleans(), st.integers(0, 2**31))
 def test_choices_are_summed_in_their_order(dtype, tokens, k, width, weighed, seed):
-    """In fp32 (fp64), whatever a core's cache holds; rounded at the end. A product may go into its sum unrounded."""
+    """Sums are in fp32 (fp64), for any cache size, and rounded at the end. A product may enter its sum unrounded."""
     g = torch.Generator().manual_seed(seed)
     parts = torch.randn(tokens * k, width, generator=g).to(dtype)
     places = torch.randperm(tokens * k, generator=g).view(tokens, k)
@@ -85,8 +85,8 @@ def test_choices_are_summed_in_their_order(dtype, tokens, k, width, weighed, see
     if not weighed:
         assert_same("sum", got, want.to(dtype))
         return
-    # every product's rounding or none, those of sums that differ by them, and the last one, to dtype: half a step,
-    # which below the smallest normal number grows no smaller
+    # each product rounded or not, sums that differ by those roundings, and the last rounding to dtype: half a step,
+    # which does not shrink further below the smallest normal number
     to, bound = torch.finfo(dtype), off * 2 * k * torch.finfo(wide).eps
     if dtype != wide:
         bound += to.eps / 2 * (off + bound).clamp(min=to.smallest_normal)
@@ -96,7 +96,7 @@ def test_choices_are_summed_in_their_order(dtype, tokens, k, width, weighed, see
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_gate_in_stretches(act, dtype, monkeypatch):
-    """The gate and its gradients equal torch's of the whole tensors in fp64, whatever a core's cache holds."""
+    """The gate and its gradients equal torch's on whole tensors in fp64, for any cache size."""
     monkeypatch.setattr(cpu, "_BLOCK_BYTES", 3 * 7 * 8)
     g, u, dy = (3 * torch.randn(10, 7, dtype=torch.float64).to(dtype) for _ in range(3))
     wide_g, wide_u = (t.to(torch.float64, copy=True).requires_grad_() for t in (g, u))
@@ -108,7 +108,7 @@ def test_a_gate_in_stretches(act, dtype, monkeypatch):
     want_g, want_u = torch.autograd.grad(want, [wide_g, wide_u], dy.double())
     dg, du = torch.empty_like(g), torch.empty_like(u)
     cpu.gated_backward(dy, g, u, act, dg, du)
-    # fp64: 16 roundings of terms up to 100; bf16: one rounding of the result, fp32's before it do not count
+    # fp64: 16 roundings of terms up to 100; bf16: one rounding of the result, fp32's earlier ones are negligible
     rtol, atol = (1e-13, 1e-12) if dtype == torch.float64 else (2**-8, 1e-4)
     for got, wanted in ((cpu.gated(g, u, act), want), (dg, want_g), (du, want_u)):
         torch.testing.assert_close(got.double(), wanted.detach(), rtol=rtol, atol=atol)

@@ -1,6 +1,6 @@
-"""An exchange in rounds is the exchange without a bound, and its experts never see more rows than M.
+"""An exchange in rounds equals the exchange without a bound, and its experts never see more rows than M.
 
-Bit for bit where nothing rounds and where one round has all rows; else each round's sum may round.
+Equal bit for bit if nothing rounds or if one round has all rows; else each round's sum may round.
 """
 
 import time
@@ -24,7 +24,7 @@ from tests.properties.laws import assert_same, poison
 
 @dataclass(frozen=True)
 class Room:
-    """One exchange with room for `rows` rows; `rough`: inputs whose sums do round, else small integers."""
+    """One exchange with room for `rows` rows; `rough`: inputs whose sums round, else small integers."""
 
     case: Case
     rows: int
@@ -33,7 +33,7 @@ class Room:
 
 @st.composite
 def rooms(draw: st.DrawFn, engines: tuple[str, ...] = ("chunked", "collective", "auto"), rounds: int = 24) -> Room:
-    """At most so many rounds."""
+    """Needs at most this many rounds."""
     case = draw(cases(engines))
     most = sum(case.sizes) * min(case.top_k, case.num_experts // len(case.sizes))
     rows = draw(st.integers(max(1, -(-most // rounds)), max(2, most + 1)))
@@ -41,7 +41,7 @@ def rooms(draw: st.DrawFn, engines: tuple[str, ...] = ("chunked", "collective", 
 
 
 class Seen:
-    """Experts that multiply each row by a factor of theirs, and what they were given."""
+    """Experts that multiply each row by a factor; they record the rows that they were given."""
 
     def __init__(self, factors: Tensor) -> None:
         self.factors = factors.clone().requires_grad_()
@@ -49,7 +49,7 @@ class Seen:
         self.tensors: list[weakref.ref[Tensor]] = []
 
     def held(self) -> int:
-        """How many of the tensors of rows that it was given somebody still holds."""
+        """How many of the row tensors that it was given are still alive."""
         return sum(tensor() is not None for tensor in self.tensors)
 
     def __call__(self, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -67,12 +67,12 @@ def inputs(room: Room, data: Data) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return given
     g = torch.Generator().manual_seed(room.case.seed)
     x, dy, factors, rough = (torch.randn(t.shape, generator=g).to(t.dtype) for t in given)
-    # with powers of two it does not matter how a product joins its sum
+    # with powers of two, it does not matter how a product enters its sum
     return x, dy, factors, data.weights if room.case.engine == "triton" else rough
 
 
 def through(group, room: Room, bounded: bool) -> tuple[list[Tensor], Seen, fusedtp.ops.moe.RecvUsage | None]:
-    """([y, dx, dweights, dfactors] of this rank, its experts, their room)."""
+    """([y, dx, dweights, dfactors] of this rank, its experts, the usage)."""
     case, rank = room.case, group.rank()
     data, here = build(case), mine(case, rank)
     each = case.num_experts // len(case.sizes)
@@ -97,7 +97,7 @@ def through(group, room: Room, bounded: bool) -> tuple[list[Tensor], Seen, fused
 
 
 def magnitudes(room: Room, rank: int) -> tuple[Tensor, Tensor]:
-    """Sums of the magnitudes of what is added up to this rank's y and dx, in fp64."""
+    """Sums of the magnitudes of this rank's summands of y and dx, in fp64."""
     data, here = build(room.case), mine(room.case, rank)
     x, dy, factors, weights = inputs(room, data)
     ids, each = data.ids[here], weights[here].double().abs()
@@ -117,13 +117,13 @@ def equals_the_unbounded(group, room: Room) -> None:
     for name, mine_, theirs, size in zip(("y", "dx"), got, want, magnitudes(room, rank), strict=False):
         if exact:
             assert_same(who + name, mine_, theirs)
-        else:  # half an eps for each part and its sum, and for the other side; k products and sums of both before that
+        else:  # half an eps per part, per sum, and for the other side; before that, k products and sums on both sides
             eps, of_sums = (torch.finfo(dtype).eps for dtype in (case.dtype, accumulator(case.dtype)))
             explained = (rounds * eps + (case.top_k + 2) * of_sums) * size
             explained += (rounds + 1) * eps * torch.finfo(case.dtype).smallest_normal  # of subnormal numbers
             assert ((mine_.double() - theirs.double()).abs() <= explained).all(), who + name
     assert_same(who + "dweights", got[2], want[2])
-    if not room.rough and case.dtype in (torch.float32, torch.float64):  # whose sums are exact in any order
+    if not room.rough and case.dtype in (torch.float32, torch.float64):  # sums are exact in any order
         assert_same(who + "dfactors", got[3], want[3])
     assert max(seen.rows) <= room.rows, f"{who}{seen.rows} rows at a time with room for {room.rows}"
     assert_same(who + "used", used.used, counts.int())
@@ -132,7 +132,7 @@ def equals_the_unbounded(group, room: Room) -> None:
 
 
 def also_full(law):
-    """The same by each engine, in several rounds; entries that do and do not round."""
+    """Run each engine on FULL in several rounds; with entries that round and entries that do not."""
     for engine in ("chunked", "collective"):
         for i, case in enumerate(FULL):
             law = example(Room(replace(case, engine=engine), 4, i % 2 == 0))(law)
@@ -153,14 +153,14 @@ def test_rounds_equal_no_bound_between_threads(room):
 
 
 def test_rounds_of_kernels_equal_no_bound():
-    """Of 8 and 6 rows: in three rounds, the last of which has rows of one owner alone."""
+    """8 and 6 rows in three rounds; the last round has rows of one owner only."""
     pytest.importorskip("triton")
     case = Case("triton", (5, 3), 4, 2, 3, torch.float32, "one", 0.1, 1)
     world(2).run(equals_the_unbounded, Room(case, 3, True), timeout=200)
 
 
 def refused(group, max_rows: int) -> None:
-    """An exchange in rounds with that room; afterwards the group is as good as before."""
+    """An exchange in rounds with that room is refused; the group stays usable."""
     ids, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)
     try:
         fusedtp.moe_rounds(torch.ones(2, 3), ids, weights, 2, group, lambda rows, _: rows, max_rows=max_rows)
@@ -193,7 +193,7 @@ def test_outputs_of_another_number_of_rows_are_refused():
 
 
 def compiled(group) -> None:
-    """In one graph, where the host knows no counts: as many rounds as any routing may need."""
+    """Compiled in one graph, where the host knows no counts: as many rounds as any routing may need."""
     fusedtp.reserve(group, 1 << 16)
     generator = torch.Generator().manual_seed(group.rank())
     ids = torch.rand(4, 4, generator=generator).argsort(1)[:, :2].int()
@@ -219,7 +219,7 @@ def test_compiled_rounds_equal_eager_ones():
 
 
 def raises_in_compute(group, max_rows: int) -> None:
-    """One rank's experts raise; the others, who wait for their rows, hear of it at once, and the group goes on."""
+    """One rank's experts raise; the others, which wait for their rows, raise at once, and the group stays usable."""
     ids, weights, x = torch.tensor([[0], [1], [1]]), torch.ones(3, 1), torch.ones(3, 4)
 
     def compute(rows: Tensor, offsets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""An exchange by way of one relay a node equals the loop over tokens and choices, and sends each node a token once."""
+"""An exchange through one relay per node equals the loop over tokens and choices, and sends each node a token once."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from tests.properties.laws import assert_same, poison
 
 
 def one_exchange(between, within, nodes: int, places: int, case: Case, comm_dtype: str) -> None:
-    """This rank's part of it: y, dx and dweights by the definition."""
+    """This rank's part: y, dx and dweights equal the definition."""
     node, at_place = (0 if group is None else communicator(group).rank for group in (between, within))
     rank, data = node * places + at_place, build(case)
     here, each = mine(case, rank), case.num_experts // (nodes * places)
@@ -56,7 +56,7 @@ def one_exchange(between, within, nodes: int, places: int, case: Case, comm_dtyp
 
 
 def along_one_way(group, between: bool, case: Case, comm_dtype: str) -> None:
-    """Nodes of one rank, or one node."""
+    """Several nodes of one rank, or one node."""
     size = len(case.sizes)
     groups, shape = ((group, None), (size, 1)) if between else ((None, group), (1, size))
     one_exchange(*groups, *shape, case, comm_dtype)
@@ -80,13 +80,13 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
 
 @settings(max_examples=20)
 @given(st.sampled_from([2, 3]).flatmap(cases), st.booleans(), st.sampled_from(["", "fp8"]))
-@example(Case("auto", (5, 3), 24, 3, 2, torch.float32, "uniform", 0.0, 0), True, "fp8")  # ids that fp8 has not
+@example(Case("auto", (5, 3), 24, 3, 2, torch.float32, "uniform", 0.0, 0), True, "fp8")  # ids that fp8 cannot represent
 def test_nodes_of_one_rank_and_one_node_equal_the_loop(case, between, comm_dtype):
     world(len(case.sizes)).run(along_one_way, between, case, comm_dtype)
 
 
 def two_by_two(rank: int, cases: list[Case]) -> list[int]:
-    """Rows that this rank sends to other nodes, case by case."""
+    """The number of rows that this rank sends to other nodes, per case."""
     mesh = dp_tp_mesh()
     between, within = mesh["dp"].get_group(), mesh["tp"].get_group()
     comm, sent = communicator(between), []
@@ -100,7 +100,7 @@ def two_by_two(rank: int, cases: list[Case]) -> list[int]:
     for case in cases:
         calls: list[int] = []
         one_exchange(between, within, 2, 2, case, "")
-        sent.append(calls[0])  # the rows; weights, choices and the way back come after them
+        sent.append(calls[0])  # the rows come first, then weights, choices and the way back
     return sent
 
 
@@ -116,7 +116,7 @@ def test_two_nodes_of_two_ranks_equal_the_loop_and_send_a_token_once():
             ]
         )
     ]
-    to_one = dataclasses.replace(plain[3], num_experts=16, top_k=4, seed=9)  # the first quarter is node 0's
+    to_one = dataclasses.replace(plain[3], num_experts=16, top_k=4, seed=9)  # the first quarter belongs to node 0
     cases = [*plain, to_one]
     with pool.World(4) as ranks:
         sent = ranks.run(two_by_two, cases)
