@@ -22,12 +22,12 @@ from tests.harness import WorldError, world
 from . import parity
 from .families import HEAD_ONLY, LARGE, OTHERS, UNPLANNED, families, towers
 
-TOGETHER = 5  # families of one call: their imports and the way to the ranks are paid once
+TOGETHER = 5  # families per call: imports and the call itself are paid once
 Found = dict[str, Any]  # what parity.compare returns, or {"refused": why}
 
 
 def measured(names: Sequence[str], ranks: int, options: dict[str, Any]) -> dict[str, Found]:
-    """Family -> what one run on so many ranks found."""
+    """Family -> result of one run on this many ranks."""
     found: dict[str, Found] = {}
     for i in range(0, len(names), TOGETHER):
         some = list(names[i : i + TOGETHER])
