@@ -1,9 +1,9 @@
-"""docs/models.md: every family of transformers, split, against itself on one device.
+"""Writes docs/models.md: every transformers family, split and compared with itself on one device.
 
-    python -m tests.parallel.hf.table > docs/models.md
+python -m tests.parallel.hf.table > docs/models.md
 
-For each family, parity.compare on two and on four CPU ranks; families with a plan for experts once more on two ranks,
-with whole experts behind the library's exchange. What a row says is what that run found, nothing is remembered.
+Runs parity.compare for each family on two and on four CPU ranks. Families with a plan for experts run once more on two
+ranks, with whole experts behind the library's exchange. Each row reports this run only; no earlier results are reused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measured(names: Sequence[str], ranks: int, options: dict[str, Any]) -> dict[
 
 
 def refusal(traceback: str) -> Found:
-    """The error at the end of a traceback: its own lines, which follow the last indented one."""
+    """The error message at the end of a traceback: the lines after the last indented one."""
     lines = traceback.strip().splitlines()
     last = max((i for i, line in enumerate(lines) if line.startswith("  File ")), default=-1)
     message = [line for line in lines[last + 1 :] if line and not line.startswith("    ")]
@@ -54,7 +54,7 @@ def exact(found: Found) -> bool:
 
 
 def share_fused(*runs: Found) -> str:
-    """Of the calls of split linears, those that communicated inside the matmul; - where no linear is split."""
+    """Share of calls to split linears that communicated inside the matmul; "-" if no linear is split."""
     calls = [run["calls"] for run in runs if "refused" not in run]
     total = sum(sum(each.values()) for each in calls)
     return f"{sum(each.get('fused', 0) for each in calls) / total:.0%}" if total else "-"
@@ -100,7 +100,7 @@ def said(equal: bool | None) -> str:
 
 
 def reasons(two: dict[str, Found], four: dict[str, Found], experts: dict[str, Found]) -> list[str]:
-    """Rows of the table of what is not split, and why: in the words of the first run that says so."""
+    """Table rows for what is not split and why, in the words of the first run that says so."""
     rows: dict[tuple[str, str], str] = {}
     for name in two:
         for run in (two[name], four[name]):
@@ -131,7 +131,7 @@ def page(
     text: tuple[dict[str, Found], ...],
     inferred: tuple[dict[str, Found], ...],
 ) -> str:
-    """The whole page; `text`: of towers, on two and on four ranks; `inferred`: of models without a plan."""
+    """The whole page. `text`: towers, on two and on four ranks; `inferred`: models without a plan."""
     here, names = environment(), list(two)
     kinds = [status(two[name], four[name]) for name in names]
     every = [exact(two[name]) and exact(four[name]) for name in names]
