@@ -1,9 +1,8 @@
 """TokenShards: a program on shards has the same values, metadata and gradients as on the whole tensor.
 
 A program is a list of seeds. It runs once on a plain tensor and once on ranks that hold shards of it, with the same
-code
-and operands. Values are small integers in float64, so sums are exact in any order. Each gradient must be complete and
-equal on every rank. Ranks are threads, except in a few cases at the end.
+code and operands. Values are small integers in float64, so sums are exact in any order. Each gradient must be complete
+and equal on every rank. Ranks are threads, except in a few cases at the end.
 """
 
 import pickle

@@ -1,6 +1,6 @@
 """Writes docs/models.md: every transformers family, split and compared with itself on one device.
 
-python -m tests.parallel.hf.table > docs/models.md
+    python -m tests.parallel.hf.table > docs/models.md
 
 Runs parity.compare for each family on two and on four CPU ranks. Families with a plan for experts run once more on two
 ranks, with whole experts behind the library's exchange. Each row reports this run only; no earlier results are reused.
