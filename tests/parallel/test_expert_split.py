@@ -39,7 +39,7 @@ SMALL = MoEConfig(num_experts=4, top_k=3, hidden=10, balance_loss=0.3, sequence_
     st.integers(1, 4), st.integers(0, 2**32),
 )  # fmt: skip
 def test_the_finer_mixture_is_the_same_one(blocks, replicas, parts, each, tokens, k, seed):
-    """Each choice becomes one choice per part of one copy, on the ranks that hold them. Dropped choices stay so."""
+    """Each choice becomes one choice per part of one copy, on the ranks that hold them. Dropped ones stay dropped."""
     experts, shares = blocks * each, Shares(blocks, replicas, parts)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :k].to(torch.int32)

@@ -75,7 +75,7 @@ def test_a_replicated_parameter_is_not_copied():
 
 
 def several(group: Any, uses: list[tuple[bool, bool]], dtypes: list[torch.dtype]) -> None:
-    """Gradients of parameters of one node, and the calls that sum them. Each is used whole, in part, both or not."""
+    """Gradients of parameters of one node and the calls that sum them. Each is used whole, in part, both or neither."""
     comm, mesh = communicator(group), tp_mesh(group)
     ways = [Way((Replicate(),), (group.size(),))] * len(uses)
     plain = [torch.arange(3.0 + i, dtype=dtype) for i, dtype in enumerate(dtypes)]

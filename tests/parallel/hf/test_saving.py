@@ -423,7 +423,7 @@ def test_parameters_are_not_tied_that_differ_in_the_files(tmp_path):
 
 
 def damage(folder: Path, what: str) -> str:
-    """Make a checkpoint of several files a bad one; what the error says of it."""
+    """Damage a checkpoint of several files. Returns a pattern that the error must match."""
     from safetensors.torch import load_file, save_file
 
     index = json.loads((folder / "model.safetensors.index.json").read_text())
