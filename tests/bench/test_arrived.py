@@ -1,4 +1,4 @@
-"""Fused kernels whose data is all there: interpreted, they compute what they should, and wait for what is not there."""
+"""Fused kernels with all data present: under the interpreter they compute correctly and wait for missing data."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ CPU = torch.device("cpu")
 
 
 def integers(*shape: int, seed: int) -> torch.Tensor:
-    """Small enough that every sum is exact."""
+    """Integers so small that every sum is exact."""
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
 def both_twice(rank: int, sizes: tuple[int, ...]) -> list[bool]:
-    """Whether each way of each operation gives the exact result, in two calls on other operands."""
+    """Whether each way of each operation is exact, in two calls with different operands."""
     rows, w, n, k = Rows(sizes), len(sizes), 24, 20
     full, parts = integers(rows.total, k, seed=1), integers(w, rows.local(rank), n, seed=2)
     begin, own = rows.offset(rank), rows.local(rank)
@@ -41,13 +41,13 @@ def both_twice(rank: int, sizes: tuple[int, ...]) -> list[bool]:
     for seed in (5, 6):
         full[begin : begin + own] = integers(own, k, seed=seed)
         x, want = full[begin : begin + own].clone(), full @ columns.t()
-        full[begin : begin + own] = float("nan")  # the own rows come from x
+        full[begin : begin + own] = float("nan")  # the kernel must take its own rows from x
         found.append(torch.equal(gather.fused(x, columns), want))
         full[begin : begin + own] = x
         found.append(torch.equal(gather.plain(x, columns), want))
         x = integers(rows.total, k, seed=seed + 10)
         want = (x @ columns.t())[begin : begin + own] + others
-        parts[rank] = float("nan")  # before the kernel's own product is there
+        parts[rank] = float("nan")  # until the kernel has its own product
         found.append(torch.equal(scatter.fused(x, columns), want))
         found.append(torch.equal(scatter.plain(x, columns), want))
     return found
@@ -59,7 +59,7 @@ def test_both_ways_of_both_operations_are_exact(rank: int, sizes: tuple[int, ...
 
 
 def one_is_late(which: str) -> int:
-    """What the kernel records when one flag, or one signature, of rank 0 is not there."""
+    """The status that the kernel records if one flag or one signature of rank 0 is missing."""
     usual = arrived.view_of
 
     def view_of(*args: Any) -> Any:
@@ -79,7 +79,7 @@ def one_is_late(which: str) -> int:
 
 
 def test_the_kernel_polls_flags_and_compares_signatures() -> None:
-    """Else there would be nothing whose cost could be measured."""
+    """Otherwise there would be no cost to measure."""
     assert [interpreted(one_is_late, which) for which in ("nothing", "flag", "signature")] == [0, 1, 2]
 
 
@@ -92,7 +92,7 @@ def small(operation: str) -> Case:
 
 
 def cases(group: Any) -> list[Row]:
-    """Of one small case of both suites."""
+    """Rows of one small case in both suites."""
     plan = plan_of(Options(smoke=True, device="cpu", world="processes", tp="2", engine="triton", minutes=0.0))
     rank = ranks.Rank(plan, group)
     rank.roofs = {"float32": 1.0, "copy": 1.0}
@@ -112,7 +112,7 @@ def test_rows_of_the_suites_have_the_ratio_of_the_medians() -> None:
 
 
 def test_of_a_virtual_world_only_the_first_rank_has_the_device() -> None:
-    """The others call nothing, and report the same. What would need a GPU is replaced."""
+    """The other ranks call nothing and report the same. Whatever needs a GPU is replaced by a stand-in."""
     case, op = small("all_gather_matmul"), OPERATIONS["all_gather_matmul"]
     usual = case.example.call
     calls: list[int] = []

@@ -1,4 +1,4 @@
-"""The benchmark's own laws: its ways agree, its figures are what they are called, its timeline measures overlap."""
+"""The benchmark itself: its ways agree, its figures mean what they say, and its timeline measures overlap."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fusedtp.bench.timeline import Call, arrivals, draw, overlapped
 
 @dataclass(frozen=True)
 class Whole(Case):
-    """A case of small whole numbers: sums of up to 40 products of at most 4 are exact in bfloat16's 8 bits (256)."""
+    """A case of small integers: sums of up to 40 products of at most 4 are exact in bfloat16's 8 bits (256)."""
 
     def operands(self, rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
         x, w, dy = (t.round().clamp(-2, 2) for t in super().operands(rank, world_size))
@@ -108,7 +108,7 @@ def test_the_training_steps_compute_the_same_and_are_timed() -> None:
     found = run(Plan(), 2, measure_step, "float32", "chunked", 0.0, 256, shape)
     difference = found["first_loss_difference"]
     assert difference.keys() == {"single", "torch", "collective", "ours"}
-    # Of 16 operations, each a sum of up to 160 terms and one rounding of its own.
+    # For 16 operations, each with a sum of up to 160 terms and one rounding of its own.
     assert max(difference.values()) < 16**0.5 * (160**0.5 + 1) * 2.0**-24
     assert {name: time["samples"] for name, time in found["seconds"].items()} == dict.fromkeys(WAYS, LEAST)
     assert all(time["low"] >= 0 for time in found["seconds"].values())
@@ -123,7 +123,7 @@ def test_a_machine_names_its_folder() -> None:
 
 def test_host_time_of_every_call_and_pass_is_measured(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("triton")
-    if c_compiler() is None:  # without one Triton cannot build its launcher
+    if c_compiler() is None:  # without a C compiler Triton cannot build its launcher
         assert cli.main(["host", "--rounds", "3"]) == 2 and "no C compiler" in capsys.readouterr().err
         return
     assert cli.main(["host", "--rounds", "3"]) == 0

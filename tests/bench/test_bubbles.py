@@ -1,4 +1,4 @@
-"""The theory of pipelines' bubbles: torch's own orders, played without communication, give the published formulas."""
+"""Pipeline bubbles: torch's own orders, simulated without communication, give the published formulas."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ SECONDS = st.floats(0.01, 1.0)
 
 
 def single(name: str, ranks: int, microbatches: int) -> dict[int, list[Together]]:
-    """What GPipe and 1F1B run, which torch has no list of."""
+    """The order of GPipe and 1F1B, for which torch has no list."""
     found: dict[int, list[Together]] = {}
     for rank in range(ranks):
         ahead = microbatches if name == "gpipe" else min(microbatches, ranks - rank)
@@ -31,7 +31,7 @@ def single(name: str, ranks: int, microbatches: int) -> dict[int, list[Together]
 
 
 def of_torch(name: str, ranks: int, microbatches: int) -> dict[int, list[Together]]:
-    """The list of torch's schedule; its stages are not asked for anything but where they are."""
+    """The list of torch's schedule. It only asks the stages for their positions."""
     count = stage_count(name, ranks)
     stages: Any = [
         SimpleNamespace(
@@ -80,7 +80,7 @@ def test_every_pass_of_torchs_lists_is_played_once(name: str):
 
 
 def test_pairs_send_when_both_are_done():
-    """Rank 1 gets what F made after the B that follows it in one action: 2 + 3, then its own 2."""
+    """Rank 1 gets the output of F only after the B in the same action: 2 + 3, then its own 2."""
     costs = Costs(2.0, 2.0, 1.0)
     before = {0: [(("F", 0, 0),)], 1: [(("F", 1, 0),), (("B", 1, 0),)]}
     apart = bubbles.play(
@@ -114,7 +114,7 @@ def test_what_a_step_was_idle():
 @given(ranks=st.integers(2, 8), more=st.integers(0, 9))
 @pytest.mark.parametrize("name", sorted(V_SHAPED))
 def test_the_first_stage_of_a_v_begins_before_the_last_one_and_ends_after_it(name: str, ranks: int, more: int):
-    """Both lie on rank 0 and use a tied embedding, which the first one's FSDP2 unit gathers and reduces."""
+    """Both stages are on rank 0 and use a tied embedding, which the first stage's FSDP2 unit gathers and reduces."""
     own = [each for together in order(name, ranks, 2 * ranks + more)[0] for each in together]
     last = 2 * ranks - 1
     assert own[0] == ("F", 0, 0) and own[-1][1] == 0
@@ -122,7 +122,7 @@ def test_the_first_stage_of_a_v_begins_before_the_last_one_and_ends_after_it(nam
 
 
 def listed(orders: dict[int, list[Together]]) -> Any:
-    """A schedule of torch with this list."""
+    """A torch schedule with this list."""
     made: Any = object.__new__(schedules.ScheduleInterleaved1F1B)
     made.pipeline_order = {
         rank: [
@@ -138,8 +138,9 @@ KINDS = {"F": schedules._ComputationType.FORWARD, "B": schedules._ComputationTyp
 
 
 def test_a_recorded_step_is_compared_with_its_own_order_and_mean_costs():
-    """Forward of stage 0 takes 1 and 3, on average 2. By the order alone rank 1 ends at 2 + 2 + 4 + 2 + 4, rank 0 later
-    by 4; where rank 0 sends its second forward with the backward that follows it, both by 4 more."""
+    """Forward of stage 0 takes 1 and 3, on average 2. By order alone, rank 1 ends at 2 + 2 + 4 + 2 + 4, and rank 0 ends
+    4 later. If rank 0 sends its second forward only with the backward that follows it, both end 4 later still.
+    """
     actions = [
         Action(0, 0, "F", 0, 0.0, 1.0), Action(0, 0, "F", 1, 1.0, 4.0), Action(0, 0, "B", 0, 12.0, 16.0),
         Action(0, 0, "B", 1, 26.0, 30.0), Action(1, 1, "F", 0, 5.0, 7.0), Action(1, 1, "B", 0, 7.0, 11.0),

@@ -1,4 +1,4 @@
-"""fusedtp bench crossover, for real: two ranks are measured, and `auto` reads what was written."""
+"""fusedtp bench crossover without mocks: it measures two ranks, and `auto` reads what it wrote."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_table_is_measured_kept_and_read(tmp_path: Path, capsys):
 
 
 def test_thresholds_of_engines_are_those_of_the_better_transport():
-    """triton loses by programs and wins by copies from 64 rows on; by copies it wins over programs from 32 on."""
+    """By programs triton loses. By copies it wins from 64 rows on, and copies beat programs from 32 rows on."""
     times = {
         rows: {"collective": 2.0, "chunked": 3.0, "triton": 2.5, command.COPY: copy}
         for rows, copy in ((16, 2.6), (32, 2.2), (64, 1.5), (128, 1.0))

@@ -1,4 +1,4 @@
-"""`fusedtp bench gpu`: its parts, the time that each has, and what another call does again."""
+"""`fusedtp bench gpu`: its parts, the time for each part, and what a second call repeats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusedtp.bench.options import Options, parse, plan_of
 
 
 class Clockwork:
-    """Runs parts in no time, as told."""
+    """Runs parts instantly, with the given exit codes."""
 
     def __init__(self, codes: dict[str, int]) -> None:
         self.codes, self.ran = codes, []  # type: dict[str, int], list[str]
@@ -57,8 +57,8 @@ def test_parts_go_on_after_one_fails_and_only_that_is_done_again(tmp_path: Path)
     assert call({}) == (0, [])
     assert call({}, fresh=True) == (0, names)
     assert call({}, commit="abd") == (0, names)
-    assert call({}, commit="") == (0, names) and call({}, commit="") == (0, names)  # of nobody knows what
-    assert call({}, commit="new", minutes=0.0) == (1, [])  # no time left
+    assert call({}, commit="") == (0, names) and call({}, commit="") == (0, names)  # unknown code is never reused
+    assert call({}, commit="new", minutes=0.0) == (1, [])  # no time is left
 
 
 def test_every_part_is_a_command_that_has_cases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_a_part_that_takes_too_long_ends_with_all_that_it_started(tmp_path: Path
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     assert gpu.run_within([sys.executable, "-c", parent], 2.0) == 124
     assert gpu.run_within([sys.executable, "-c", "raise SystemExit(3)"], 30.0) == 3
-    if mark.exists():  # a loaded machine may not have started it
+    if mark.exists():  # a loaded machine may not have started it yet
         assert not Path(f"/proc/{mark.read_text()}").exists() or "Z" in _state(mark.read_text())
 
 

@@ -1,4 +1,4 @@
-"""`fusedtp bench hf`: its ways agree, its ceiling holds what ours holds, its figures follow from its times."""
+"""`fusedtp bench hf`: its ways agree, its ceiling holds the same shards as ours, its figures follow from its times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def measured(kind: str, folder: Path) -> dict[str, Any]:
 def test_all_ways_of_a_llama_make_the_same_loss_and_are_timed(tmp_path: Path):
     found = measured("llama", tmp_path)
     assert set(found["loss_difference"]) == {"stock", "torch", "nn", "same", "ours"} and not found["absent"]
-    # Of 16 operations, each a sum of up to 96 terms and one rounding of its own.
+    # For 16 operations, each with a sum of up to 96 terms and one rounding of its own.
     assert max(found["loss_difference"].values()) < 16**0.5 * (96**0.5 + 1) * 2.0**-24
     assert {way: spread["samples"] for way, spread in found["seconds"].items()} == dict.fromkeys(hf.WAYS, LEAST)
 
@@ -46,7 +46,7 @@ def test_what_has_no_counterpart_of_a_mixture_says_why(tmp_path: Path):
 
 
 def _shards(rank: Rank) -> dict[str, dict[str, tuple[Tensor, Tensor]]]:
-    """Kind -> parameter -> what this rank holds of it in ours, and in the ceiling."""
+    """Kind -> parameter -> this rank's shard in ours and in the ceiling."""
     found = {}
     for kind in hf_models.KINDS:
         model = hf_models.plain(hf_models.config_of(kind, torch.float32, **SHAPE), rank.device)
@@ -94,7 +94,7 @@ def test_a_loss_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch):
 def test_a_run_writes_what_it_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Without a world: what its measurement returns is given."""
+    """Runs without a world; the measurement's result is given."""
     given = result(stock=5.0, torch=4.0, nn=2.0, ours=2.5, ceiling=1.0)
     spreads = {w: {**s, "low": s["median"], "high": s["median"], "samples": 3} for w, s in given["seconds"].items()}
     given |= {"model": "llama", "dtype": "float32", "absent": {}, "seconds": spreads}

@@ -1,4 +1,4 @@
-"""The suite of the output head on several ranks: its baseline, its reference, its memory."""
+"""The suite of the output head on several ranks: its baseline, its reference and its memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T, K, V = 12, 16, 37
 
 
 def compared(group: Any) -> None:
-    """Loss and gradients of the unfused way, and the fp64 reference, against one device's formula in fp64."""
+    """Compare the unfused way (loss and gradients) and the fp64 reference with one device's formula in fp64."""
     w_of, x_of = split(V, group.size()), T // group.size()
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, K, dtype=torch.float64, generator=generator).requires_grad_() for n in (T, V))
@@ -33,7 +33,7 @@ def compared(group: Any) -> None:
     mine = [t.detach()[part].float().requires_grad_() for t, part in ((x, rows), (w, columns))]
     loss = suite._unfused(ByHand(group), start)(*mine, labels)
     found = torch.autograd.grad(3 * loss, mine)
-    bound = 3 * (K + V) * 2.0**-24  # of logits of size sqrt(K), and what is summed over them
+    bound = 3 * (K + V) * 2.0**-24  # for logits of size sqrt(K), and the sums over them
     for got, exact in zip((loss, *found), (want, dx[rows], dw[columns])):
         assert_close(got.double(), exact.detach(), rtol=bound, atol=bound)
     plan = plan_of(Options(smoke=True, device="cpu", world="processes", tp="2"))
@@ -54,7 +54,7 @@ def measured(group: Any) -> list[Row]:
 
 
 def test_rows_of_several_ranks() -> None:
-    """Flops are of the whole vocabulary, both ways are right, and the baseline holds all logits in fp32."""
+    """Flops count the whole vocabulary, both ways are correct, and the baseline holds all its logits in fp32."""
     rows = {row.engine: row for row in world(2).run(measured)[0]}
     assert rows.keys() == {"gloo + torch", "fusedtp"}
     for row in rows.values():

@@ -1,4 +1,4 @@
-"""Tables of engines from predicted times: a fused kernel is taken where it is far ahead, if nobody measured."""
+"""Engine tables from predicted times: without measurements, a fused kernel is used if it is far ahead."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_fused_kernel_is_taken_where_it_is_predicted_to_be_a_quarter_faster_on
 
 @given(st.dictionaries(st.sampled_from([16, 512, 4096, 8192]), st.tuples(*[st.integers(99, 103)] * 2), min_size=1))
 def test_rows_go_by_the_copy_engine_from_where_on_that_gains_and_never_loses(times):
-    """16 and 512 rows have no time by copies: few rows go by programs."""
+    """With 16 and 512 rows there are no times for copies, so few rows go by programs."""
     rows = {}
     for t, (fused, copied) in times.items():
         us = {"unfused": 101.0, "fused": float(fused)} | ({"copied": float(copied)} if t > 512 else {})
@@ -91,7 +91,7 @@ def test_the_table_that_ships_follows_from_the_times_that_are_kept(node, tmp_pat
 
 
 def test_a_node_has_one_table_of_all_its_files(tmp_path, capsys):
-    """Of several numbers of ranks; two files of one number are refused, and nothing is written."""
+    """The files have different numbers of ranks. Two files with the same number are refused, and nothing is written."""
     made = [file(tmp_path, ranks=ranks).rename(tmp_path / f"{ranks}.json") for ranks in (8, 2)]
     (path,) = predicted.write(made, tmp_path / "tables")
     entries = json.loads(path.read_text())["tables"]["predicted"]["entries"]

@@ -1,4 +1,4 @@
-"""How runs go on: journals, warm-up, rotation, options, pictures, and what is missing on a bare box."""
+"""How runs continue: journals, warm-up, rotation, options, pictures, and what is missing without optional packages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_journal_of_the_same_run_goes_on_and_of_another_begins_anew(tmp_path: 
     journal.add_case("s", "case 1", [ROW])
     journal.add_case("s", "case 2", [replace(ROW, note="failed", seconds=None)], failed=True)
     with path.open("a") as f:
-        f.write('{"suite": "s", "case": "cut o')  # killed while writing
+        f.write('{"suite": "s", "case": "cut o')  # as if killed while writing
     again = Journal(path, key, resume=True)
     assert again.done() == {("s", "case 1"), ("s", "case 2")} and again.failures() == 1
     assert again.rows()[0] == ROW and again.roofs() == {"onex1": {"copy": 1.0}}
@@ -43,7 +43,7 @@ def test_a_journal_of_the_same_run_goes_on_and_of_another_begins_anew(tmp_path: 
 def test_a_run_measures_only_what_its_journal_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A case that raises is told, and those after it are measured; with --resume nothing is measured twice."""
+    """A case that raises is reported and later cases still run. With --resume nothing is measured twice."""
     from fusedtp.bench.suites import SUITES
 
     about = machine.describe_run("cpu", []) | {"commit": "abc"}
@@ -80,7 +80,7 @@ def test_a_run_measures_only_what_its_journal_lacks(
     assert result["failures"] == 1
     assert [r["note"] for r in result["rows"] if r["engine"] == "all"] == ["failed: RuntimeError: no luck"]
     assert {r["shape"]["layer"] for r in result["rows"] if r["seconds"]} == {"qkv", "gate_up", "down"}
-    assert cli.main(run) == 1 and len(measured) == 4  # already measured
+    assert cli.main(run) == 1 and len(measured) == 4  # all are measured already
     assert "no luck" in capsys.readouterr().err
     measured[:] = ["--"]
     assert cli.main([*run, "--no-resume"]) == 0 and len(measured) == 5
@@ -161,7 +161,7 @@ def test_options_without_tyro_are_those_with_it() -> None:
         _parse_plainly(Options, ["--world", "flat"], "x")
 
 
-# Measures where the packages named in argv are not installed.
+# Run benchmarks as if these packages were not installed.
 BARE = """
 import sys
 
@@ -229,7 +229,7 @@ def test_a_row_has_a_cell_for_each_column() -> None:
 
 
 def test_a_share_above_the_roof_is_marked_and_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """A rate of 4: 100 % of the first two roofs as the table shows it, more of the next two; then no roof, no time."""
+    """With a rate of 4, the first two roofs show 100 % and the next two show more. Then come no roof and no time."""
     rows = [replace(ROW, engine=f"e{i}", roof=roof) for i, roof in enumerate((4.0, 3.99, 3.9, 2.0, None))]
     rows[3] = replace(rows[3], flops=None, moved_bytes=8.0)
     untimed = replace(ROW, engine="e5", roof=1.0, seconds=None)

@@ -1,4 +1,4 @@
-"""`fusedtp bench sim` compiles anew, runs every way, and writes what the table shows."""
+"""`fusedtp bench sim` compiles from scratch, runs every way, and writes what its table shows."""
 
 import json
 
@@ -31,6 +31,6 @@ def test_single_calls_are_run_alone_and_their_memory_is_counted() -> None:
     rates = {name for name in found if name.endswith("schedules/s")}
     assert rates == {f"{way}, schedules/s" for way in (*sim.WAYS, "mixed")}
     assert found["process, MB"] > 100, "not of the whole process"
-    tensors = {name: sim.one_call(name, "sm_90")[1] for name in sim.ONE_CALL}  # every case can be made
+    tensors = {name: sim.one_call(name, "sm_90")[1] for name in sim.ONE_CALL}  # checks that every case can be built
     assert min(tensors.values()) > 0
     assert tensors["a two-shot all-reduce of 262,144 elements"] > 8 * 4 * 262_144 / 1e6

@@ -1,4 +1,4 @@
-"""`fusedtp bench`: one small run of every suite on CPU, whose figures must follow from each other, and comparisons."""
+"""`fusedtp bench`: one small run of every suite on CPU, with checks that its figures agree, and comparisons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUN = ["--smoke", "--device", "cpu", "--minutes", "0", "--no-plots"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of two runs: all suites on processes, with gloo beside; three in a virtual world and on one rank."""
+    """Results of two runs: all suites on processes, with gloo; three suites in a virtual world and on one rank."""
     folder = tmp_path_factory.mktemp("bench")
     assert cli.main(["all", *RUN, "--tp", "2", "--dtype", "bfloat16", "--out", str(folder / "all.json")]) == 0
     fused = ["--suites", "all-gather-matmul,matmul-reduce-scatter,block", "--world", "virtual", "--tp", "1,2"]
@@ -58,7 +58,7 @@ def test_every_suite_has_rows_with_every_field(results: dict[str, dict[str, Any]
     assert {row["suite"] for row in rows} == set(SUITES)
     for row in rows:
         assert set(row) == set(Row("", {}, "", "", "", 1).as_dict())
-        assert Row.from_dict(row).as_dict() == row  # what is computed is computed alike when read again
+        assert Row.from_dict(row).as_dict() == row  # computed fields are the same after reading
         if row["seconds"] is None:
             assert row["note"], row
         else:
@@ -76,7 +76,7 @@ def test_what_is_not_here_says_why(results: dict[str, dict[str, Any]]) -> None:
 
 
 def test_figures_follow_from_the_times_and_the_shape(results: dict[str, dict[str, Any]]) -> None:
-    """Written out here again, from the shape alone."""
+    """Compute the figures here again, from the shape alone."""
     measured = [row for row in rows_of(results) if row["seconds"] is not None]
     for row in measured:
         t, shape = row["seconds"]["median"], row["shape"]
@@ -156,7 +156,7 @@ def test_the_share_hidden_follows_from_the_times_of_the_same_case(results: dict[
 
 
 def test_figures_of_the_trainer_follow_from_their_times(results: dict[str, dict[str, Any]]) -> None:
-    """A step of two stages with 8 microbatches takes 9 x (2 + 2 + 2) ms by its order; naps never end early."""
+    """By its order, a step of two stages with 8 microbatches takes 9 x (2 + 2 + 2) ms. Sleeps never end early."""
     parts: dict[str, list[dict[str, Any]]] = {}
     for row in results["all"]["rows"]:
         if row["suite"] == "train":
@@ -205,7 +205,7 @@ def test_compare_passes_the_same_file_and_finds_what_became_worse(
     assert cli.main(["compare", str(old), str(new)]) == 1
     told = capsys.readouterr().out
     assert "slower" in told and "fusedtp chunked" in told and "1 worse" in told
-    assert cli.main(["compare", str(new), str(old)]) == 0  # faster is no regression
+    assert cli.main(["compare", str(new), str(old)]) == 0  # faster does not count as a regression
     lost = copy.deepcopy(results["all"])
     del lost["rows"][next(i for i, r in enumerate(lost["rows"]) if r["seconds"])]
     new.write_text(json.dumps(lost))
@@ -256,7 +256,7 @@ def test_faults_of_options_are_told_together(capsys: pytest.CaptureFixture[str])
 
 
 def test_every_suite_and_command_has_its_module() -> None:
-    """Found, not imported: some import much."""
+    """Find the modules without importing them, because some import a lot."""
     assert all(f"  {name} " in cli.usage() for name in (*SUITES, *cli.COMMANDS, "all"))
     assert not set(SUITES) & set(cli.COMMANDS)
     for command, _ in cli.COMMANDS.values():
@@ -276,7 +276,7 @@ def test_shapes_of_llama_3_70b_on_eight_ranks() -> None:
 
 
 def test_ranks_make_operands_equally_often() -> None:
-    """Also where theirs differ in size, as rows that are routed unevenly do: what makes them may be collective."""
+    """Also if operand sizes differ by rank, as with unevenly routed rows: making operands may be a collective."""
 
     def made(group: VirtualGroup) -> int:
         rank = Rank(Plan(world="virtual", smoke=True), group)

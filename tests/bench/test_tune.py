@@ -1,4 +1,4 @@
-"""The tuner: what it tries fits the machine, what it finds is the fastest, what it writes is what launchers read."""
+"""The tuner: its candidates fit the machine, it finds the fastest one, and launchers read what it writes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_default_of_a_two_shot_all_reduce_is_what_the_launcher_takes(target)
 @settings(max_examples=60)
 @given(jobs(), st.sampled_from(MACHINES), st.integers(0, 60))
 def test_what_is_tried_fits_the_machine(job, machine, limit):
-    """The default first, the rest without repetition, and all such that a table with it is a good one."""
+    """The default comes first and nothing repeats. A table with any of the candidates is valid."""
     found = candidates(job, machine, limit)
     assert found[0] == job.default(machine) and len(found) <= limit + 1
     found += refinements(job, machine, found[-1])
@@ -70,7 +70,7 @@ def test_what_is_tried_fits_the_machine(job, machine, limit):
 @pytest.mark.parametrize("machine", [machine for machine in MACHINES if machine is not HOST])
 @pytest.mark.parametrize("rows", [16, 8192])
 def test_tuning_a_matmul_begins_where_its_launcher_does(machine, rows):
-    """And toggles what it may: TMA, warps of their own, halves."""
+    """It varies only what it may: TMA, warp specialization, halves."""
     job, bf16 = Job("matmul", "bfloat16", 1, rows, 4096, 4096), torch.bfloat16
     default = local_config(machine, bf16, "ieee", rows, 4096)
     values = job.default(machine)
@@ -86,7 +86,7 @@ def test_tuning_a_matmul_begins_where_its_launcher_does(machine, rows):
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in tuned.KERNELS if kernel != "matmul"])
 def test_a_job_asks_for_what_its_launcher_asks_for(kernel):
-    """One entry that only this job's class reaches is what its launch takes."""
+    """If a table has one entry, for this job's class only, the launch uses it."""
     job = Job(kernel, "float32", 2, 60, 48, 80)
     rank = mock.Mock(rank=1, device=torch.device("cpu"), comm=None)
     values = candidates(job, H200, 1)[1]
@@ -123,14 +123,14 @@ def test_halving_forgives_a_slow_sample():
 
 
 def cost(values: dict[str, int]) -> float:
-    """Least at tiles of 128 x 64 x 64 that are walked four rows at a time."""
+    """Smallest for tiles of 128 x 64 x 64 that are walked four rows at a time."""
     wanted = {"block_m": 128, "block_n": 64, "block_k": 64, "num_stages": 2, "group": 4}
     return 1.0 + sum(abs(log2(values[name] / n)) for name, n in wanted.items())
 
 
 @pytest.mark.parametrize(("gain", "stages"), [(1.0, 3), (1e-4, None)])
 def test_all_ranks_find_the_cheapest_that_is_not_refused(gain, stages, monkeypatch):
-    """Two threads that share what is held: two stages are refused, and a gain too small keeps the default."""
+    """Two threads share the held values. Two stages are refused, and the default stays if the gain is too small."""
     job = Job("matmul_reduce_scatter", "bfloat16", 2, 2000, 512, 512)
     held: list[dict[str, int]] = []
 
@@ -201,7 +201,7 @@ def test_jobs_of_a_model_cover_every_kernel():
 
 def test_a_transport_is_tuned_with_the_best_tile_of_its_matmul():
     job = Job("all_gather", "float32", 2, 640, 64, 64)
-    for rows, kernel in ((640, "all_gather_matmul"), (64, "all_gather_wgrad")):  # few rows have no transport elsewhere
+    for rows, kernel in ((640, "all_gather_matmul"), (64, "all_gather_wgrad")):  # others have none for few rows
         of = replace(job, rows=rows)
         key = next(iter(tune.classes([replace(of, kernel=kernel)], H200)))
         assert tune.held_beside(of, H200, {key: {"block_m": 16}}) == {kernel: {"block_m": 16}}
@@ -211,7 +211,7 @@ def test_a_transport_is_tuned_with_the_best_tile_of_its_matmul():
 
 @pytest.mark.slow
 def test_a_table_of_the_interpreter_is_tuned_kept_and_read(tmp_path: Path, capsys):
-    """For real: two ranks interpret kernels; a second run measures nothing, and the library reads the winners."""
+    """Without mocks: two ranks interpret kernels, a second run measures nothing, and the library reads the winners."""
     argv = ["--device", "cpu", "--out", str(tmp_path), "--tp", "2", "--tokens", "8", "--candidates", "1"]
     argv += ["--kernels", "all_gather"]
     with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):

@@ -1,4 +1,4 @@
-"""What a run with nobody watching meets: engines and rivals that raise, a slow host, a tree without git."""
+"""Problems of an unattended run: engines and rivals that raise, a slow host, a tree without git."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN = ["--smoke", "--device", "cpu", "--minutes", "0", "--no-plots", "--tp", "2"
 
 
 def rows_of(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Engine -> the row of the last case; how many cases failed."""
+    """Engine -> row of the last case; number of failed cases."""
     found = json.loads(path.read_text())
     return {row["engine"]: row for row in found["rows"]}, found["failures"]
 
@@ -88,7 +88,7 @@ def test_a_picture_that_cannot_be_drawn_costs_no_figure(
 def test_collectives_that_raise_are_a_baseline_that_is_not_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one process, with collectives that look as if they were there."""
+    """One process, with collectives that seem to be available."""
 
     class Raises(ByHand):
         def __init__(self) -> None: ...
@@ -105,13 +105,13 @@ def test_collectives_that_raise_are_a_baseline_that_is_not_here(
 
 
 class Device:
-    """A stream and a host with clocks of their own, in place of torch.cuda."""
+    """A stream and a host with their own clocks, instead of torch.cuda."""
 
     def __init__(self) -> None:
         self.host = self.stream = 0.0
 
     def work(self, seconds: float) -> None:
-        """Enqueue."""
+        """Enqueue work."""
         self.stream = max(self.stream, self.host) + seconds
 
     def event(self, **_: Any) -> Any:
@@ -128,13 +128,13 @@ class Device:
 @pytest.mark.parametrize(
     ("host", "late", "times"),
     [
-        (1e-3, [False] * 4, [5.0] * 4),  # within the gate of 2 ms: the device's time alone
-        (7e-3, [True, True, False, False], [10.0, 8.0, 5.0, 5.0]),  # gates of 2, 4, 8 ms
-        (30e-3, [True] * 4, [33.0, 31.0, 27.0, 19.0]),  # more than any gate
+        (1e-3, [False] * 4, [5.0] * 4),  # within the gate of 2 ms, so only the device's time
+        (7e-3, [True, True, False, False], [10.0, 8.0, 5.0, 5.0]),  # gates of 2, 4 and 8 ms
+        (30e-3, [True] * 4, [33.0, 31.0, 27.0, 19.0]),  # longer than any gate
     ],
 )
 def test_a_gate_grows_until_the_host_is_done_behind_it(host: float, late: list[bool], times: list[float]) -> None:
-    """A call for which the host works so long and then enqueues 5 ms."""
+    """The host works this long in a call and then enqueues 5 ms."""
     device = Device()
 
     def way() -> None:
@@ -162,7 +162,7 @@ def test_a_gate_grows_until_the_host_is_done_behind_it(host: float, late: list[b
 def test_code_without_git_or_with_changes_has_a_name_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a run goes on only where the same code had begun it."""
+    """So a run resumes only with the same code."""
     answers = {"rev-parse": "abc1234", "status": ""}
     monkeypatch.setattr(machine, "in_checkout", lambda: True)
     monkeypatch.setattr(machine, "ROOT", tmp_path)
@@ -183,7 +183,7 @@ def test_code_without_git_or_with_changes_has_a_name_of_its_own(
 
 
 def test_results_do_not_make_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second run in one checkout is of the commit that the first was of, which has written its result there."""
+    """A second run in a checkout has the same commit name, although the first run wrote its result there."""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
     for name in (*machine.CODE, "bench/results"):
         (tmp_path / name).mkdir()
@@ -204,7 +204,7 @@ def test_results_do_not_make_other_code(tmp_path: Path, monkeypatch: pytest.Monk
 def test_liger_is_asked_for_its_own_residual_sum_where_it_has_one(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By stand-ins that take what its functions take."""
+    """Stand-ins take the same arguments as Liger's functions."""
     asked: list[str] = []
 
     def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *_: Any) -> torch.Tensor:

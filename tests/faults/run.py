@@ -36,7 +36,7 @@ TIMEOUT = 300.0
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one test. `verdict`: "passed", "failed", "no answer", "skipped" or "broken"."""
+    """One run of one test. `verdict` is "passed", "failed", "no answer", "skipped" or "broken"."""
 
     verdict: str
     output: str
@@ -44,7 +44,7 @@ class Run:
 
 @contextmanager
 def copy_of_tree(fault: Fault | None = None) -> Iterator[Path]:
-    """A folder with the files that git does not ignore, as they are now, and the fault in one of them."""
+    """A folder with all files that git does not ignore, in their current state, and the fault in one of them."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
     with tempfile.TemporaryDirectory(prefix="fusedtp-fault-") as folder:
@@ -80,7 +80,7 @@ def run_test(copy: Path, test: str, timeout: float) -> Run:
 
 
 def _end_session(process: subprocess.Popen) -> None:
-    """Kill the group of a process that leads it: ranks that a test has started are its members."""
+    """Kill the process group that this process leads. It includes ranks that a test has started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -99,20 +99,20 @@ def _verdict(status: int | None, output: str) -> str:
 
 
 def baseline(tests: Sequence[str], timeout: float, jobs: int) -> dict[str, Run]:
-    """Every test without a fault."""
+    """Run every test without a fault."""
     with copy_of_tree() as copy, ThreadPoolExecutor(jobs) as pool:
         return dict(zip(tests, pool.map(lambda test: run_test(copy, test, timeout), tests), strict=True))
 
 
 def with_fault(fault: Fault, before: dict[str, Run], timeout: float) -> list[tuple[str, Run]]:
-    """The fault's tests that pass without it, run with it."""
+    """Run the fault's tests with the fault, except those that do not pass without it."""
     tests = [test for test in fault.tests if before[test].verdict == "passed"]
     with copy_of_tree(fault) as copy:
         return [(test, run_test(copy, test, timeout)) for test in tests]
 
 
 def judge(fault: Fault, before: dict[str, Run], after: dict[str, Run]) -> tuple[str, bool]:
-    """(what to print of each test of a row, whether the row is as it must be)."""
+    """(text for each test of a row, whether the row is as it must be)."""
     lines, good = [], True
     for test in fault.tests:
         first = before[test].verdict
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _why_not(row: Fault, before: dict[str, Run], after: dict[str, Run]) -> str:
-    """The last lines of the runs that are not as they must be."""
+    """The last output lines of the runs that are not as they must be."""
     wrong = [before[test] for test in row.tests if before[test].verdict not in ("passed", "skipped")]
     wrong += [run for run in after.values() if run.verdict == "broken"]
     return "\n".join("\n".join(run.output.splitlines()[-15:]) for run in wrong)

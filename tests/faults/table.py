@@ -39,7 +39,7 @@ class Fault:
         return f"{self.area} {self.number}"
 
     def applied(self, source: str) -> str:
-        """The file's text with the fault; ValueError if `old` does not occur exactly once."""
+        """The file's text with the fault applied; ValueError if `old` does not occur exactly once."""
         count = source.count(self.old)
         if count != 1:
             raise ValueError(f"{self.name}: `old` occurs {count} times in {self.file}, wanted once")
@@ -47,12 +47,12 @@ class Fault:
 
 
 def areas() -> list[str]:
-    """The areas that have a table."""
+    """All areas that have a table."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def load(area: str) -> list[Fault]:
-    """The rows of one area; ValueError for a table that is not of this form."""
+    """The rows of one area; ValueError if the table does not have this form."""
     table = tomllib.loads((FOLDER / f"{area}.toml").read_text())
     if set(table) != {"fault"}:
         raise ValueError(f"{area}.toml holds {sorted(table)}, wanted [[fault]] alone")
@@ -67,7 +67,7 @@ def load(area: str) -> list[Fault]:
 
 
 def faults_of(fault: Fault) -> list[str]:
-    """What is wrong with a row, found without running a test."""
+    """Errors in a row that are found without running a test."""
     found = []
     path = ROOT / fault.file
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""The tables of faults still fit the tree: texts to replace are there, tests exist. `make faults` runs them."""
+"""The fault tables still match the tree: the texts to replace occur, and the tests exist. `make faults` runs them."""
 
 import dataclasses
 import time
@@ -76,12 +76,12 @@ def test_it():
 
 def test_a_test_that_hangs_is_ended_with_its_children(tmp_path):
     (tmp_path / "test_it.py").write_text(HANGS)
-    for seconds in (5, 20, 80):  # a busy machine may not have begun the test when it is ended
+    for seconds in (5, 20, 80):  # on a busy machine the test may not have started before it is ended
         assert run_test(tmp_path, "test_it.py::test_it", seconds).verdict == "no answer"
         if (tmp_path / "pid").exists():
             break
     stat = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
-    deadline = time.monotonic() + 60  # it is killed, but a busy machine may let it die late
+    deadline = time.monotonic() + 60  # it was killed, but on a busy machine it may die late
     while (state := state_of(stat)) not in ("gone", "Z") and time.monotonic() < deadline:
         time.sleep(0.05)
     assert state in ("gone", "Z")

@@ -1,4 +1,4 @@
-"""`import fusedtp` needs neither Triton nor transformers, and imports inside the project run one way."""
+"""`import fusedtp` needs neither Triton nor transformers, and imports inside the project go in one direction."""
 
 import ast
 import os
@@ -13,7 +13,7 @@ from fusedtp.comm.constant import constant_to_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Lower layers first: a module may import from its own layer and from those before it.
+# Lower layers first: a module may import from its own layer and from earlier ones.
 LAYERS = (
     "kernels",
     "comm",
@@ -34,7 +34,7 @@ LAYERS = (
 )
 BESIDE = ("kernels", "bench")  # folders at the root, mapped into the package
 
-# Makes the modules named in argv importable no more, then computes one operation on two ranks.
+# Make the modules named in argv impossible to import, then compute one operation on two ranks.
 WITHOUT = """
 import sys
 
@@ -57,7 +57,7 @@ assert not set(sys.argv[1:]) & set(sys.modules)
 """
 
 
-# Where Python would take a top-level module from, were it asked to import it.
+# Print where Python would find a top-level module.
 FIND = """
 import importlib.util, sys
 spec = importlib.util.find_spec(sys.argv[1])
@@ -73,7 +73,7 @@ def sources(layer: str) -> list[Path]:
 
 
 def imports(path: Path) -> set[str]:
-    """Absolute names of all that a file imports, also inside functions."""
+    """Absolute names of everything that a file imports, including imports inside functions."""
     parts = path.relative_to(ROOT).parent.parts
     package = list(parts) if parts[0] == "fusedtp" else ["fusedtp", *parts]
     names = set()
@@ -89,20 +89,20 @@ def imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("blocked", [["triton", "transformers"], ["tyro", "rich", "tensorboard", "matplotlib"]])
 def test_package_imports_and_computes_without(blocked: list[str]) -> None:
-    """The library part runs where `blocked` is not installed."""
+    """The library works if `blocked` is not installed."""
     result = subprocess.run([sys.executable, "-c", WITHOUT, *blocked], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
 def test_constants_are_marked_as_torch_marks_them() -> None:
-    """Ours does so without an import of the compiler."""
+    """Ours does not import the compiler."""
     ours, theirs = constant_to_compiler(lambda: 1), torch.compiler.assume_constant_result(lambda: 1)
     assert vars(ours) == vars(theirs) != {}
 
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_editable_install_shows_nothing_of_ours_at_the_top_level(name: str, tmp_path: Path) -> None:
-    """Other packages have these names; ours must not be found in their place outside the tree."""
+    """Other packages use these names too. Outside the tree, ours must not be found instead of them."""
     command = [sys.executable, "-c", FIND, name]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True, env=env)
@@ -110,7 +110,7 @@ def test_editable_install_shows_nothing_of_ours_at_the_top_level(name: str, tmp_
 
 
 def test_every_module_has_a_layer() -> None:
-    """A new folder or module of fusedtp/ is placed in LAYERS, or the law below would not see it."""
+    """Every folder or module of fusedtp/ must be in LAYERS; otherwise the next test would not see it."""
     found = {path.name.removesuffix(".py") for path in (ROOT / "fusedtp").iterdir() if path.name[0] not in "._"}
     assert found - set(LAYERS) == {"py.typed"}
 
@@ -138,7 +138,7 @@ def test_kernels_import_triton_only() -> None:
 
 
 def test_the_simulator_knows_nothing_of_the_library_but_its_kernels() -> None:
-    """What it simulates, lints or times is handed to it: fusedtp/checks and bench/ know operations, sim/ knows none."""
+    """Whatever it simulates, lints or times is passed in. fusedtp/checks and bench/ know operations; sim/ does not."""
     files = sources("sim")
     assert files
     wrong = {
@@ -152,7 +152,7 @@ def test_the_simulator_knows_nothing_of_the_library_but_its_kernels() -> None:
 
 
 def test_models_do_not_communicate_themselves() -> None:
-    """nn/ holds single-device modules: what makes them parallel is set on them from outside."""
+    """nn/ holds single-device modules. Parallelism is added to them from outside."""
     files = sources("nn")
     assert files
     wrong = {
@@ -165,7 +165,7 @@ def test_models_do_not_communicate_themselves() -> None:
 
 
 def module_graph() -> dict[str, set[str]]:
-    """module -> the modules of ours that it imports, also inside functions and for types; a package by its init."""
+    """module -> our modules that it imports, also inside functions and for types. A package counts as its __init__."""
     files = {}
     for layer in LAYERS:
         for path in sources(layer):
@@ -184,7 +184,7 @@ def module_graph() -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Modules that reach each other: what is left when whatever nothing left imports, or imports nothing left, goes."""
+    """Modules in or between import cycles: repeatedly drop those that import no remaining one or that none imports."""
     left = {name: set(to) for name, to in graph.items()}
     while True:
         imported = set().union(*left.values()) if left else set()

@@ -1,7 +1,7 @@
-"""Memory ordering has one home: only kernels/signals.py names atomics, their order and scope, and barriers.
+"""Memory ordering is in one file: only kernels/signals.py uses atomics with their order and scope, and barriers.
 
-kernels/multimem.py has weak accesses by a multicast address, and their fence, as inline code: nothing else can have it.
-kernels/prefetch.py has prefetches, which order nothing.
+kernels/multimem.py has weak accesses through a multicast address, and their fence, as inline assembly, because no other
+form exists. kernels/prefetch.py has prefetches, which order nothing.
 """
 
 import ast
@@ -14,7 +14,7 @@ SWITCH, AHEAD = "multimem.py", "prefetch.py"
 
 
 def ordering_words(source: str) -> set[str]:
-    """What a kernel's source names of memory ordering: `sem=`, `scope=`, atomics, barriers, fences, inline code."""
+    """A kernel's uses of memory ordering: `sem=`, `scope=`, atomics, barriers, fences, inline assembly."""
     words = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.keyword) and node.arg in ("sem", "scope"):
@@ -27,7 +27,7 @@ def ordering_words(source: str) -> set[str]:
 
 
 def test_only_signals_names_memory_ordering() -> None:
-    """Any other kernel calls publish and wait, whose order stands in one place and is checked there."""
+    """All other kernels call publish and wait. Their order is defined and checked in one place."""
     named = {path.name: words for path in KERNELS.glob("*.py") if (words := ordering_words(path.read_text()))}
     assert named.pop(SWITCH) == named.pop(AHEAD) == {"inline_asm_elementwise"}
     assert set(named) == {HOME}, named
@@ -38,6 +38,6 @@ def test_only_signals_names_memory_ordering() -> None:
 
 
 def test_the_words_are_found() -> None:
-    """The search itself sees each word, so that the law above can fail."""
+    """The search finds each word, so the test above can fail."""
     source = "tl.atomic_add(p, 0, sem='acquire', scope='sys'); tl.debug_barrier(); lib.fence_proxy()"
     assert ordering_words(source) == {"atomic_add", "sem=", "scope=", "debug_barrier", "fence_proxy"}

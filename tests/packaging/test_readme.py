@@ -1,4 +1,4 @@
-"""The README's program runs as it stands there; its figures and those of docs/measured.md are the saved ones."""
+"""The README's program runs unchanged. The figures in README and docs/measured.md equal the saved ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_program(_group: Any, program: str) -> tuple[list[tuple[int, ...]], str]:
-    """The shapes of a split weight and of this rank's gradient, and what the program prints."""
+    """The shapes of a split weight and of this rank's gradient, and the program's output."""
     names: dict[str, Any] = {"__name__": "__main__"}
     with redirect_stdout(StringIO()) as printed:
         exec(compile(program, "split.py", "exec"), names)
@@ -116,7 +116,7 @@ def test_the_table_of_predicted_crossovers_is_that_of_the_tables_that_ship():
 
 
 def test_the_table_of_exchanges_is_that_of_the_predicted_results():
-    """Before and now, as `python -m fusedtp.bench.timed_exchange` saved them."""
+    """Before and after, as saved by `python -m fusedtp.bench.timed_exchange`."""
     text = (ROOT / "docs" / "timed-schedule.md").read_text()
     folder = ROOT / "bench" / "results" / "predicted"
     before, now = (json.loads((folder / f"exchange-h100{which}.json").read_text())["rows"] for which in ("-before", ""))
@@ -138,7 +138,7 @@ def test_the_table_of_dispatches_with_products_is_that_of_the_predicted_results(
 
 
 def test_the_table_of_the_switch_is_that_of_the_predicted_results():
-    """Beside what programs of the kernels sum, as --against has it."""
+    """Shown next to the times of sums by the kernels' programs, as with --against."""
     text, folder = (ROOT / "docs" / "timed-schedule.md").read_text(), ROOT / "bench" / "results" / "predicted"
     result, other = (json.loads((folder / f"h100{which}.json").read_text())["rows"] for which in ("-switch", ""))
     assert len(result) == 12
@@ -181,7 +181,7 @@ def test_the_small_table_of_the_readme_has_rows_of_the_saved_result():
 
 
 def test_the_readme_is_short():
-    """What a newcomer reads at once; the rest is in docs/."""
+    """A newcomer reads it in one go; everything else is in docs/."""
     assert len((ROOT / "README.md").read_text().split()) <= 900
 
 

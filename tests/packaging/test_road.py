@@ -1,7 +1,7 @@
-"""How long the road is from a public call to its kernel: files and functions of the library that a call enters.
+"""The length of the path from a public call to its kernel: how many library files and functions a call enters.
 
-Counted on the second call, on all threads, with Triton's interpreter; kernels/, device code, is apart, and so is what
-a host calls while a peer is late: whether it does is chance.
+Counted on the second call, on all threads, with Triton's interpreter. Not counted: device code in kernels/, and what a
+host calls while a peer is late, because that depends on chance.
 """
 
 import sys
@@ -24,14 +24,14 @@ from tests.harness import world
 
 ROOT = Path(fusedtp.__file__).parents[1]
 APART = ("kernels", "tests")
-COLUMNS = 16  # of a weight: as wide as kernels like it
+COLUMNS = 16  # columns of a weight, as wide as kernels like it
 WAITING = (semaphore.try_wait, semaphore.wait_slice, Call.lost, ProcessWorld.has_died)
 WAITING_CODE = {function.__code__ for function in WAITING}
 INSIDE_THE_WATCH = f"{PeerWatch.run.__qualname__}.<locals>"
 
 
 class Road:
-    """A profile function that keeps (file, line, function) of what is entered; `start` of them before the kernel."""
+    """A profile function that records (file, line, function) of each call; `start` is the number before the kernel."""
 
     def __init__(self) -> None:
         self.entered: dict[tuple[str, int, str], None] = {}
@@ -53,7 +53,7 @@ class Road:
             self.entered.setdefault((str(file), code.co_firstlineno, code.co_qualname))
 
     def counts(self, until: int | None = None) -> tuple[int, int]:
-        """Files and functions, of all or of those before the kernel."""
+        """Numbers of files and functions, in total or before the kernel."""
         functions = list(self.entered)[:until]
         return len({file for file, _, _ in functions}), len(functions)
 
@@ -70,7 +70,7 @@ def road(group: Any, engine: str, backward: bool) -> Road:
 
 
 def road_of_experts(group: Any, backward: bool) -> Road:
-    """Of a parallel layer of gated experts: dispatch with gate and up, and the matmul with the combine."""
+    """For a parallel layer of gated experts: dispatch with gate and up, and the matmul with combine."""
     experts, x = Experts(4, COLUMNS, 2), torch.ones(1, 4, requires_grad=backward)
     mesh = DeviceMesh.from_group(group, "cpu")
     fusedtp.parallelize(experts, mesh, plan={"": fusedtp.FusedExperts(engine="triton")})

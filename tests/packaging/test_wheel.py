@@ -1,4 +1,4 @@
-"""A wheel built from the tree holds the package, its kernels and nothing else, and runs outside the tree."""
+"""A wheel built from the tree holds the package and its kernels, nothing else, and runs outside the tree."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Computes one operation on two ranks, wherever the package comes from; argv[1] is where it has to come from.
+# Compute one operation on two ranks with the installed package; argv[1] is where it must come from.
 PROGRAM = """
 import sys
 import torch
@@ -31,7 +31,7 @@ fusedtp.cli.main(["bench", "--help"])
 
 
 def pip(*arguments: str | Path) -> None:
-    """Runs pip with nothing but what is on this machine: no index, no dependencies."""
+    """Run pip offline: no index, no dependencies."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -39,7 +39,7 @@ def pip(*arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree, because setuptools leaves files where it builds."""
+    """A copy of the tree, because setuptools leaves files in the folder where it builds."""
     folder = tmp_path_factory.mktemp("copy") / "tree"
     made = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "out", "*.egg-info")
     return shutil.copytree(ROOT, folder, ignore=made)
@@ -63,7 +63,7 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_outside(site: Path, folder: Path, *command: str | Path) -> str:
-    """Runs `command` in `folder` with the installed wheel in front of the tree's editable install."""
+    """Run `command` in `folder` with the installed wheel ahead of the tree's editable install."""
     env = os.environ | {"PYTHONPATH": str(site)}
     result = subprocess.run(
         [str(part) for part in command],
@@ -92,7 +92,7 @@ def test_wheel_holds_every_module_and_every_kernel(tree: Path, wheel: Path) -> N
 
 
 def test_wheel_installs_one_top_level_name(wheel: Path) -> None:
-    """No top-level `kernels`, `tests` or `bench`; the licence travels along."""
+    """No top-level `kernels`, `tests` or `bench`; the licence is included."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     info = f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"
@@ -101,7 +101,7 @@ def test_wheel_installs_one_top_level_name(wheel: Path) -> None:
 
 
 def test_wheel_holds_the_tables(tree: Path, wheel: Path) -> None:
-    """What was measured ships, byte for byte."""
+    """Saved measurements are included, byte for byte."""
     tables = {f"fusedtp/ops/tables/{path.name}": path for path in (tree / "fusedtp/ops/tables").iterdir()}
     assert "fusedtp/ops/tables/README.md" in tables
     with zipfile.ZipFile(wheel) as archive:
@@ -109,11 +109,11 @@ def test_wheel_holds_the_tables(tree: Path, wheel: Path) -> None:
 
 
 def test_wheel_runs_outside_the_tree(site: Path, tmp_path: Path) -> None:
-    """All packages import from the installed wheel, an operation computes the product, `bench` knows its suites."""
+    """All packages import from the wheel, an operation computes the right product, and `bench` lists its suites."""
     said = run_outside(site, tmp_path, sys.executable, "-c", PROGRAM, site)
     assert "ran outside the tree" in said and "all-gather-matmul" in said
 
 
 def test_installed_command_lists_its_subcommands(site: Path, tmp_path: Path) -> None:
-    """The console script that the wheel installs starts, and its help names `train`."""
+    """The wheel's console script starts, and its help lists `train`."""
     assert "train" in run_outside(site, tmp_path, site / "bin" / "fusedtp", "--help")

@@ -1,4 +1,4 @@
-"""Small models without a plan: blocks as timm and nanoGPT write them, and one whose packed projection fits no split."""
+"""Small models without a plan: blocks as in timm and nanoGPT, and one whose packed projection cannot be split."""
 
 import torch
 import torch.nn.functional as F
@@ -78,14 +78,14 @@ class NanoAttention(nn.Module):
 
 
 class ChunkedAttention(NanoAttention):
-    """Asks the tensor how wide a third of it is."""
+    """chunk computes a third of the width from the tensor, not from an attribute."""
 
     def parts(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.c_attn(x).chunk(3, dim=2)
 
 
 class InterleavedAttention(NanoAttention):
-    """Every third feature is one of the queries, in an order that no rank has a contiguous part of."""
+    """Every third feature belongs to the queries, in an order that no contiguous split can keep."""
 
     def parts(self, x: Tensor) -> tuple[Tensor, ...]:
         y = self.c_attn(x).roll(5, -1)
@@ -105,7 +105,7 @@ class Gated(nn.Module):
 
 
 class GradientByHeads(nn.Module):
-    """An MLP with a gradient that an attribute scales, though no output depends on it: of its input, or of a bias."""
+    """An MLP whose attribute scales only a gradient, of its input or of a bias; its output does not depend on it."""
 
     def __init__(self, of_input: bool) -> None:
         super().__init__()

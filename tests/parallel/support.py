@@ -1,12 +1,12 @@
-"""What the tests of parallel models share: a model with its twin, meshes, and comparisons that name the tensor.
+"""Helpers of the tests of parallel models: a model with its twin, meshes, and comparisons that name the tensor.
 
 Everything here runs inside a worker of tests.harness, in fp64 unless a test says otherwise.
 
 Note [What the order of sums may change]
-The two models do the same sums in another order. A value passes through at most OPERATIONS operations, forward and
-backward (8 a layer and 4 around the layers). With u the unit roundoff, a sum of L terms that W ranks share has an error
-of at most (L + W + 2) u relative to the sum of the terms' absolute values, which here is of the size of the largest
-entry or of one. The errors of all operations add up.
+The two models compute the same sums in another order. A value passes through at most OPERATIONS operations, forward and
+backward (8 per layer and 4 around the layers). Let u be the unit roundoff. A sum of L terms that W ranks share has an
+error of at most (L + W + 2) u relative to the sum of the terms' absolute values, which here is about the size of the
+largest entry or of one. The errors of all operations add up.
 """
 
 import copy
@@ -39,24 +39,24 @@ OPERATIONS = 2 * (8 * SMALL["num_hidden_layers"] + 4)
 TERMS, RANKS = (
     SMALL["num_attention_heads"] * SMALL["head_dim"],
     4,
-)  # the widest sum of these models, the most ranks
+)  # the longest sum of these models, and the most ranks
 TOLERANCE = {
     dtype: OPERATIONS * (TERMS + RANKS + 2) * torch.finfo(dtype).eps / 2 for dtype in (torch.float64, torch.float32)
 }
 
 
 def tp_mesh(group: Any) -> DeviceMesh:
-    """The group as a mesh of its own."""
+    """A one-dimensional mesh over the group."""
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
 
 
 def dp_tp_mesh() -> DeviceMesh:
-    """Four ranks as two by two."""
+    """Four ranks as a 2 x 2 mesh."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def make(seed: int = 0, **changes: Any) -> CausalLM:
-    """A small model, the same on every rank. Norm weights and biases are random too: ones and zeros hide faults."""
+    """A small model, equal on every rank. Norm weights and biases are random too, because ones and zeros hide bugs."""
     model = init_(CausalLM(ModelConfig(**{**SMALL, **changes})), seed, std=0.3)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def make_pair(group: Any, seed: int = 0, *, options: dict | None = None, **chang
 
 
 def batch(batch_size: int, length: int, vocab: int = 29, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """input_ids and labels, some of them ignored."""
+    """input_ids and labels; some labels are ignored."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab, (batch_size, length), generator=generator)
     labels = torch.randint(0, vocab, (batch_size, length), generator=generator)
@@ -86,9 +86,9 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def beside(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
-    """What this rank holds of `got`, and what it should hold: of a DTensor its shard and that of `want`.
+    """This rank's part of `got`, and what it should be: for a DTensor its shard and the same shard of `want`.
 
-    Where every rank compares these two, all of `got` is compared, replicas too, and nothing is sent.
+    If every rank compares these two, all of `got` is checked, including replicas, without communication.
     """
     got = got.detach()
     if not isinstance(got, DTensor) or any(type(p) not in (Shard, Replicate) for p in got.placements):
@@ -98,7 +98,7 @@ def beside(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def assert_close(name: str, got: Tensor, want: Tensor) -> None:
-    """Relative to the largest entry, or to terms of size one that cancel (a key's bias moves no softmax).
+    """Relative to the largest entry, or to terms of size one that cancel (the gradient of a key's bias is zero).
 
     See Note [What the order of sums may change].
     """
@@ -113,7 +113,7 @@ def assert_close(name: str, got: Tensor, want: Tensor) -> None:
 
 
 def assert_same_gradients(parallel: nn.Module, plain: nn.Module) -> None:
-    """Every gradient of the parallel model is complete, on every rank, and that of the plain one."""
+    """On every rank, each gradient of the parallel model is complete and equals that of the plain one."""
     wanted = dict(plain.named_parameters())
     got = dict(parallel.named_parameters())
     assert got.keys() == wanted.keys()
@@ -124,7 +124,7 @@ def assert_same_gradients(parallel: nn.Module, plain: nn.Module) -> None:
 
 
 def losses(models: Iterable[nn.Module], ids: Tensor, labels: Tensor) -> list[Tensor]:
-    """Forward and backward of each model."""
+    """Losses of both models, after their backward passes."""
     out = []
     for model in models:
         loss = model(ids, labels).loss

@@ -1,4 +1,4 @@
-"""Ranks find the same plan, hold the same weights and see the same inputs, or all say why not."""
+"""Ranks must have the same plan, weights and inputs; if they differ, every rank reports the difference."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.parallel.support import tp_mesh
 
 
 class Mlp(nn.Module):
-    """Splits well on rank 0. `fault` is what another rank's code does: raise, or mix features between the layers."""
+    """Can be split on rank 0. `fault` changes the code on the other rank: raise, or mix features between the layers."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_ranks_that_find_different_plans(kind: type[nn.Module], fault: str, mess
 
 
 def registered_otherwise(group: Any, other: float) -> str:
-    """Two buffers that each rank registers in another order; on rank 1 one of them is `other`."""
+    """Two buffers that each rank registers in another order. On rank 1 one of them has the value `other`."""
     model, values = nn.Module(), {"full": 1.0, "sliding": 2.0}
     if group.rank():
         values = {"sliding": other, "full": 1.0}
@@ -86,7 +86,7 @@ def test_buffers_are_compared_by_name_whatever_their_order():
 
 
 def of_our_own(group: Any, what: str, sequence_parallel: bool) -> str:
-    """Two forwards of a CausalLM, whose kv heads are fewer than ranks; rank 1 differs in `what`, from the first on."""
+    """Run a CausalLM with fewer kv heads than ranks twice. Rank 1 differs in `what`, already in the first forward."""
     other = group.rank() == 1
     config = ModelConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
@@ -95,13 +95,13 @@ def of_our_own(group: Any, what: str, sequence_parallel: bool) -> str:
     torch.manual_seed(0)
     model = CausalLM(config)
     fusedtp.parallelize(model, tp_mesh(group), sequence_parallel=sequence_parallel)
-    fusedtp.nn.init_(model, seed=other if what == "weights" else 0)  # after parallelize, as weights may come
+    fusedtp.nn.init_(model, seed=other if what == "weights" else 0)  # after parallelize, where weights are often loaded
     given: dict[str, Any] = {name: torch.arange(6).view(1, 6) % 3 for name in ("labels", "document_ids")}
     given["num_labels"] = 6
     if what in given:
         given[what] = given[what] + other
     with pytest.raises(TypeError, match="unexpected keyword argument"):
-        model(torch.zeros(1, 6, dtype=torch.long), label=None)  # is no first forward
+        model(torch.zeros(1, 6, dtype=torch.long), label=None)  # does not count as the first forward
     try:
         for _ in range(2):
             model(torch.arange(6).view(1, 6) + (other and what == "input_ids"), **given)
@@ -133,7 +133,7 @@ def test_a_first_forward_of_our_own_model_compares_what_ranks_share(what: str, m
 
 
 class Nameless:
-    """A kind of node that gives its parts no names."""
+    """A kind of node whose parts have no names."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts

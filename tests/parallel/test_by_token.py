@@ -1,4 +1,4 @@
-"""What the text of a forward shows: norms treat tokens alike, and what might not is refused."""
+"""The source of a forward shows whether a norm works on each token alone. Code that might not is refused."""
 
 import ast
 import copy
@@ -31,7 +31,7 @@ FIXED = torch.ones(4, 3)
 
 
 class Norm(nn.Module):
-    """As in most models of transformers."""
+    """The norm of most transformers models."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class OfGemma(Norm):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
     def forward(self, x):
-        """Its weight is stored less one."""
+        """The stored weight is one less than the factor."""
         output = self._norm(x.float())
         output = output * (1.0 + self.weight.float())
         return output.type_as(x)
@@ -227,7 +227,7 @@ def centred(self: Any, x: Tensor) -> Tensor:
 
 
 class Wrapped(Norm):
-    """inspect gives the text of what was wrapped."""
+    """inspect returns the source of the wrapped function."""
 
     forward = functools.wraps(Norm.forward)(centred)
 
@@ -287,7 +287,7 @@ def test_norms_of_transformers_treat_tokens_alike():
 
     for cls in (LlamaRMSNorm, GemmaRMSNorm):
         assert by_token(cls(4)) is cls.forward
-    assert by_token(T5LayerNorm(4)) is None  # it asks for its weight's dtype, by a branch
+    assert by_token(T5LayerNorm(4)) is None  # it branches on its weight's dtype
     assert by_token(GPTNeoXJapaneseMLP(transformers.GPTNeoXJapaneseConfig(hidden_size=8))) is None
 
 
@@ -325,7 +325,7 @@ def test_what_the_instance_has_of_its_own_is_refused():
     module.eps = torch.ones(3, 1)
     assert by_token(module) is None
     module = Norm()
-    module.eps = torch.ones(4, requires_grad=True)  # nobody would sum its gradient
+    module.eps = torch.ones(4, requires_grad=True)  # its gradient would not be summed
     assert by_token(module) is None
     module = Norm()
     module.child = nn.Linear(4, 4)
@@ -409,7 +409,7 @@ def test_a_forward_that_was_replaced_since_is_the_one_that_runs():
 
 
 def of_scores(group) -> None:
-    """A norm over [B, S], whose features are the tokens."""
+    """A norm over [B, S]: its features are the tokens."""
     _, parallel, _ = split_llama(group)
     norm = parallel.model.norm
     x = torch.randn(3, norm.weight.shape[0], generator=torch.Generator().manual_seed(1))

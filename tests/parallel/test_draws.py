@@ -1,6 +1,7 @@
-"""Dropout between split layers, of which ranks draw unequally often: what is drawn for whole tensors stays alike.
+"""Dropout on unequal parts consumes different amounts of randomness per rank; masks of whole tensors still agree.
 
-Ranks that are not seeded alike are told so, where they draw for whole tensors."""
+Ranks with different seeds get an error if they draw for whole tensors.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def of_transformers(group: Any, features: int, sequence_parallel: bool) -> nn.Mo
 
 
 def trained(group: Any, make: Any, features: int, sequence_parallel: bool, recompute: bool) -> Any:
-    """After a step: the next random number, and gradients of what every rank holds."""
+    """After a step: the next random numbers, and gradients of the parameters that every rank holds whole."""
     torch.manual_seed(0)
     model = make(group, features, sequence_parallel).train()
     torch.manual_seed(1)
@@ -68,7 +69,7 @@ def test_ranks_of_unequal_parts_draw_alike_afterwards(make, ranks, features, seq
 
 
 def test_equal_parts_leave_the_generator_alone():
-    """Two ranks of three features each draw a mask of [2, 3], and nothing is seeded anew."""
+    """Two ranks each draw a [2, 3] mask for their three features, and the generator is not reseeded."""
     torch.manual_seed(1)
     torch.nn.functional.dropout(torch.ones(2, 3), 0.5)
     wanted = torch.rand(3)
@@ -77,7 +78,7 @@ def test_equal_parts_leave_the_generator_alone():
 
 
 def llama(group: Any, attention: float, sequence_parallel: bool) -> nn.Module:
-    """Drops attention, of its own heads, on each rank alone."""
+    """Each rank drops attention only in its own heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
@@ -96,7 +97,7 @@ def t5(group: Any, rate: float, sequence_parallel: bool) -> nn.Module:
 
 
 def mlp(group: Any, rate: float, sequence_parallel: bool) -> nn.Module:
-    """Drops five features of its own, which two ranks cannot share evenly."""
+    """Dropout on five features, which two ranks cannot share evenly."""
 
     class Mlp(nn.Module):
         def __init__(self) -> None:
@@ -112,7 +113,7 @@ def mlp(group: Any, rate: float, sequence_parallel: bool) -> nn.Module:
 
 
 def refusals(group: Any, make: Any, rate: float, sequence_parallel: bool) -> list[str]:
-    """What is said of a forward in evaluation, of one in training, of another one, and after seeding alike."""
+    """The error, or "", of a forward in evaluation, two in training, one with equal seeds and one with other seeds."""
     torch.manual_seed(0)
     model, ids, said = make(group, rate, sequence_parallel), torch.arange(8)[None], []
     torch.manual_seed(group.rank())

@@ -1,4 +1,4 @@
-"""Hidden dropout is the same at any world size; attention dropout is not, and drops with its rate on every rank."""
+"""Hidden dropout is the same at any world size. Attention dropout is not, but has the right rate on every rank."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def test_hidden_dropout_is_the_same_at_any_world_size(world_size: int, sequence_
 
 
 def attention_that_counts(group: Any, rate: float) -> Attention:
-    """Heads that write how much of a query's attention was kept: all keys weigh 1 / S, values are 1."""
+    """Heads that output the kept share of each query's attention: every key has weight 1 / S, and values are 1."""
     config = ModelConfig(
         hidden_size=8, num_attention_heads=4, num_key_value_heads=4, head_dim=2, attention_bias=True,
         attention_output_bias=False, is_causal=False, attention_dropout=rate, dtype="float64", param_dtype="float64",
@@ -45,7 +45,7 @@ def attention_that_counts(group: Any, rate: float) -> Attention:
 
 
 def kept_shares(group: Any, rate: float, apart: int) -> torch.Tensor:
-    """[64 x 16 queries, 4 heads] of a training pass with the rank's generator at seed 3 + rank * apart."""
+    """[64 x 16 queries, 4 heads] of a training pass; the rank's generator has seed 3 + rank * apart."""
     torch.manual_seed(3 + apart * group.rank())
     attention = attention_that_counts(group, rate)
     x, layout = torch.ones(64 * 16, 8, dtype=torch.float64), TokenLayout(64, 16)
@@ -60,7 +60,7 @@ def test_attention_dropout_drops_with_its_rate(world_size: int):
     rate = 0.25
     first, *others = world(world_size).run(kept_shares, rate, 1)
     assert all(torch.equal(first, other) for other in others), "an all-reduce gave ranks different sums"
-    dropped = 16 * (1 - first * (1 - rate))  # of the 16 keys of a query
+    dropped = 16 * (1 - first * (1 - rate))  # out of 16 keys per query
     torch.testing.assert_close(dropped, dropped.round())
     deviation = (16 * rate * (1 - rate)) ** 0.5
     for head in dropped.T:
@@ -71,7 +71,7 @@ def test_attention_dropout_drops_with_its_rate(world_size: int):
 
 
 def test_ranks_that_are_seeded_alike_drop_the_same_weights():
-    """Why ranks must be seeded apart: heads 0 and 1 lie on one rank of two, 2 and 3 on the other."""
+    """Shows why ranks need different seeds: one rank of two holds heads 0 and 1, the other heads 2 and 3."""
     kept, _ = world(2).run(kept_shares, 0.25, 0)
     assert torch.equal(kept[:, :2], kept[:, 2:])
 

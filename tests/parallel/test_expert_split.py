@@ -1,4 +1,4 @@
-"""However ranks share experts (whole, in parts, as copies, across data-parallel ranks), the model is the plain one."""
+"""Whole experts, parts, copies, or experts across data-parallel ranks: the split model always equals the plain one."""
 
 import copy
 from dataclasses import replace
@@ -39,7 +39,7 @@ SMALL = MoEConfig(num_experts=4, top_k=3, hidden=10, balance_loss=0.3, sequence_
     st.integers(1, 4), st.integers(0, 2**32),
 )  # fmt: skip
 def test_the_finer_mixture_is_the_same_one(blocks, replicas, parts, each, tokens, k, seed):
-    """Each choice becomes one of every part of one copy, on the ranks that hold them; dropped ones stay dropped."""
+    """Each choice becomes one choice per part of one copy, on the ranks that hold them. Dropped ones stay dropped."""
     experts, shares = blocks * each, Shares(blocks, replicas, parts)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :k].to(torch.int32)
@@ -57,7 +57,7 @@ def test_the_finer_mixture_is_the_same_one(blocks, replicas, parts, each, tokens
 
 
 def same_bits(group, seed: int, experts: int, split: ExpertSplit, sequence_parallel: bool) -> list:
-    """Experts on exact inputs: out, and the gradients of x, weights and, whole, of the experts."""
+    """Experts on exact inputs: the output, the gradients of x and weights, and the full gradients of the experts."""
     size, rank = group.size(), group.rank()
     tokens, dim, k = 13, 5, min(3, experts)
     generator = torch.Generator().manual_seed(seed)
@@ -104,7 +104,7 @@ SPLITS = [
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("size, experts, split", SPLITS, ids=str)
 def test_any_sharing_gives_the_bits_of_one_process(size, experts, split, sequence_parallel):
-    """Integers and powers of two, so no sum rounds: at most 5 * 6 * 3 terms of halves each."""
+    """All numbers are integers and powers of two, so no sum rounds: at most 5 * 6 * 3 terms, multiples of a half."""
     alone = world(1).run(same_bits, 3, experts, ExpertSplit(), True)[0]
     ranks = world(size).run(same_bits, 3, experts, split, sequence_parallel)
     for i, name in enumerate(("y", "dx", "dweights", "dup", "ddown")):
@@ -166,9 +166,9 @@ def test_main_grad(way: str):
 
 
 def across(rank: int, dp: int, tp: int, ep: int, moe: MoEConfig, split: dict, options: dict, rows: int = 2) -> None:
-    """dp x tp ranks, experts on ep of them: loss, gradients, norm and three AdamW steps of the plain model.
+    """dp x tp ranks with experts over ep of them: loss, gradients, norm and three AdamW steps equal the plain model's.
 
-    rows   of five tokens each, of a data-parallel rank
+    rows   number of rows of five tokens per data-parallel rank
     """
     mesh, flat = meshes("cpu", dp, tp, ep)
     dp_mesh, outer = (flat["dp"], mesh["outer"]) if flat else (mesh["dp"], None)
@@ -182,7 +182,7 @@ def across(rank: int, dp: int, tp: int, ep: int, moe: MoEConfig, split: dict, op
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1.0, fused=True) for m in (plain, parallel)]
     for step in range(3):
         ids, labels = batch(rows * dp, 5, seed=step)
-        labels.fill_(3)  # as many labels on every rank
+        labels.fill_(3)  # the same number of labels on every rank
         first = rows * dp_mesh.get_local_rank()
         own = slice(first, first + rows)
         want, got = plain(ids, labels).loss, parallel(ids[own], labels[own]).loss
@@ -221,7 +221,7 @@ ACROSS = {
 
 @pytest.fixture(scope="module")
 def four():
-    """Four ranks that make meshes of themselves."""
+    """Four ranks, whose tests create their own meshes."""
     with pool.World(4) as ranks:
         yield ranks
 
@@ -234,7 +234,7 @@ def test_experts_across_data_parallel_ranks(case: str, four):
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_uneven_tokens_with_experts_across_data_parallel_ranks(nodes: int, four):
-    """Five tokens are three and two on the ranks of each data-parallel rank."""
+    """Each data-parallel rank has five tokens: three on one tensor-parallel rank and two on the other."""
     four.run(across, 2, 2, 4, replace(SMALL, capacity=1.5), {"nodes": nodes}, {}, 1)
 
 

@@ -1,4 +1,4 @@
-"""`fusedtp explain` as a user meets it: the table on stdout, errors on stderr."""
+"""The command `fusedtp explain`: the table goes to stdout, errors go to stderr."""
 
 from __future__ import annotations
 

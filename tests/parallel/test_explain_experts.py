@@ -1,4 +1,4 @@
-"""What `explain` says of experts is what then runs, with the dtype given or found."""
+"""What `explain` says about experts matches what runs, whether the dtype is given or detected."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ MIXTURE = MoEConfig(num_experts=4, top_k=2, hidden=6, shared=5, first_dense=1)
 
 
 def said_and_ran(group, engine: str, dtype: torch.dtype | None) -> tuple[str, str, str, set[str]]:
-    """(name, engine and reason of the one layer of experts, engines that its forward and backward ran)."""
+    """(name, engine and reason of the only layer of experts, engines that its forward and backward ran)."""
     _, model = make_pair(group, options={"engine": engine}, moe=MIXTURE, dtype="float32", param_dtype="float32")
     layers = {layer.operation: layer for layer in explain(model, 10, dtype).layers}
     layer = layers["moe_dispatch, moe_combine"]
@@ -33,7 +33,7 @@ def test_the_engine_of_experts_is_the_one_that_runs(engine: str):
 
 
 def of_a_layer(group, dtype: torch.dtype | None, sequence_parallel: bool) -> str:
-    """A layer alone has no config that says in what it computes: its weights do."""
+    """A single layer has no config with a compute dtype, so the dtype of its weights is used."""
     moe = MoE(6, 5, 2 * group.size(), 2, dtype=torch.float64)
     parallelize(moe, tp_mesh(group), sequence_parallel=sequence_parallel)
     return str(explain(moe, dtype=dtype))

@@ -1,4 +1,4 @@
-"""FSDP2's own choices on a model whose layers are fused: MixedPrecisionPolicy and prefetching, two by two ranks."""
+"""FSDP2's MixedPrecisionPolicy and prefetching on a model with fused layers, on 2 x 2 ranks."""
 
 import copy
 
@@ -14,7 +14,7 @@ CHANGES = {"num_key_value_heads": 1, "qk_norm": True, "attention_bias": True, "v
 
 
 def gradients(model, ids, labels, count) -> dict[str, torch.Tensor]:
-    """Whole gradients of a sum of token losses over `count`."""
+    """Full gradients of the sum of token losses over `count`."""
     model(ids, labels, num_labels=count).loss.backward()
     return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
 
@@ -24,7 +24,7 @@ def sharded(model, mesh, prefetch: bool = False, **options):
         fully_shard(layer, mesh=mesh["dp"], **options)
     fully_shard(model, mesh=mesh["dp"], **options)
     for module in (model, *model.layers):
-        module.set_force_sum_reduction_for_comms(True)  # gloo cannot average
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no average
     if prefetch:
         for before, after in zip(model.layers, model.layers[1:], strict=False):
             before.set_modules_to_forward_prefetch([after])
@@ -34,7 +34,7 @@ def sharded(model, mesh, prefetch: bool = False, **options):
 
 
 def mixed_precision(group, reduce_dtype: torch.dtype, cast_inputs: bool) -> None:
-    """Against a model of bf16 parameters, tensor parallel alone, one half of the batch at a time."""
+    """Compare with a bf16 model that is only tensor parallel and sees one half of the batch at a time."""
     mesh = dp_tp_mesh()
     plain = make(dtype="bfloat16", param_dtype="float32", tie_word_embeddings=True, **CHANGES)
     policy = MixedPrecisionPolicy(
@@ -62,7 +62,7 @@ def mixed_precision(group, reduce_dtype: torch.dtype, cast_inputs: bool) -> None
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
 def test_parameters_in_bf16_and_gradients_reduced_as_the_policy_says(reduce_dtype):
-    """A fused layer takes what FSDP2 gathers; a reduction in fp32 rounds no sum to bf16."""
+    """A fused layer uses the weights that FSDP2 gathers. With fp32 reduction, no sum is rounded to bf16."""
     world(4).run(mixed_precision, reduce_dtype, False, timeout=120)
 
 

@@ -1,4 +1,4 @@
-"""Models without a plan: the inferred one splits most of them, and computes what one device computes."""
+"""Models without a plan: inference finds a plan that splits most of them, and the result equals one device."""
 
 import copy
 import re
@@ -96,7 +96,7 @@ def hidden() -> Tensor:
     return torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-# Model -> how to make it, its input, the least share of its parameters that must be split.
+# Model -> constructor, input, the smallest share of its parameters that must be split.
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float]] = {
     "gpt2": (gpt2, ids, 0.9),
     "bert": (bert, ids, 0.75),
@@ -113,7 +113,7 @@ PLANS: dict[str, dict[str, str]] = {}
 
 
 def made(name: str) -> nn.Module:
-    """In fp64, with random weights, also of norms and biases."""
+    """In fp64 with random weights; norms and biases are random too."""
     torch.manual_seed(0)
     model = MODELS[name][0]().double().eval()
     with torch.no_grad():
@@ -123,14 +123,14 @@ def made(name: str) -> nn.Module:
 
 
 def plan_of(name: str) -> dict[str, str]:
-    """Inferred for four ranks; two share what four share."""
+    """Inferred for four ranks. Two ranks can use the same plan."""
     if name not in PLANS:
         PLANS[name] = infer(made(name), 4).plan
     return PLANS[name]
 
 
 def outcome(model: nn.Module, x: Tensor) -> Tensor:
-    """The output, after the backward of a weighted sum."""
+    """The output. Runs the backward of a weighted sum of it too."""
     out = next(y for y in tree_leaves(model(x)) if isinstance(y, Tensor))
     y = out.full_tensor() if isinstance(out, VocabShard) else out
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=y.dtype)
@@ -139,7 +139,7 @@ def outcome(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def difference(got: Tensor, want: Tensor, least: float = 1e-9) -> float:
-    """Relative to the largest value; of a replicated DTensor, on every rank."""
+    """Relative to the largest value. A replicated DTensor is checked on every rank."""
     whole = got.full_tensor() if isinstance(got, DTensor) else got
     own = [whole, got.to_local()] if isinstance(got, DTensor) and got.placements[0].is_replicate() else [whole]
     assert whole.shape == want.shape
@@ -156,7 +156,7 @@ def compared(group: Any, name: str, plan: dict[str, str] | None, sequence_parall
         sequence_parallel=sequence_parallel,
         prove=None if plan is None else False,
     )
-    parallel = copy.deepcopy(parallel)  # attributes and forwards of its own go along
+    parallel = copy.deepcopy(parallel)  # the copy must keep its own attributes and forwards
     x = MODELS[name][1]()
     want = outcome(plain, x)
     errors = {"output": difference(outcome(parallel, x), want)}
@@ -239,7 +239,7 @@ def test_layers_that_differ_are_named_one_by_one():
 
 
 class Largest(nn.Module):
-    """Of each token the largest half of the features."""
+    """Keep the largest half of each token's features."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (x >= x.median(dim=-1, keepdim=True).values)
@@ -261,7 +261,7 @@ def test_linears_of_a_class_of_their_own_are_named():
 
 
 def test_roundoff_where_a_softmax_saturates_hinders_nothing():
-    """On large inputs the gradient of a query is small, and roundoff changes it by a twentieth."""
+    """With large inputs a query's gradient is so small that roundoff changes it by a twentieth."""
     plan, _ = infer(model_of("bert-generation"), 2)
     assert plan["bert.encoder.layer.*.attention.self.query"] == "colwise"
 
@@ -309,7 +309,7 @@ def test_a_layer_that_a_small_copy_lacks_is_tried():
 
 
 class ReturningAttention(nn.Module):
-    """Returns what `more` makes of its keys, values and weights, too."""
+    """Also returns more(keys, values, weights)."""
 
     def __init__(self, more: Callable[..., Any]) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ class ReturningAttention(nn.Module):
 
 
 class Returning(nn.Module):
-    """Attention and an MLP, in modules of their own or in the model itself."""
+    """Attention and an MLP, either as modules of their own or in the model itself."""
 
     def __init__(self, more: Callable[..., Any], nested: bool) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ def test_outputs_of_which_ranks_have_a_part_are_not_split(more: Callable[..., An
 
 
 class Normalizing(nn.Module):
-    """Two MLPs, each of which needs all hidden features."""
+    """Two MLPs that each need all hidden features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +369,7 @@ def test_the_reason_is_not_that_of_a_later_attempt_which_could_not_work():
 
 
 class Zeroing(torch.autograd.Function):
-    """The same values; a gradient without the features of the first half."""
+    """Identity, but with a zero gradient for the first half of the features."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -382,7 +382,7 @@ class Zeroing(torch.autograd.Function):
 
 
 class Penalized(nn.Module):
-    """A second output, of the hidden features, whose values ranks agree on and whose gradients they do not."""
+    """A second output depends on the hidden features. Ranks agree on its value but not on its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,7 +404,7 @@ def test_numbers_that_happen_to_equal_a_width_are_left_alone(monkeypatch: pytest
 
     def with_more(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        self.grain, self.block_size = 64, self.embed_dim  # a small copy with 8 heads is 64 wide
+        self.grain, self.block_size = 64, self.embed_dim  # the small copy with 8 heads has width 64
 
     monkeypatch.setattr(kind, "__init__", with_more)
     view = infer(gpt2(n_embd=32, n_head=8), 2).plan["transformer.h.*.attn"]
@@ -449,7 +449,7 @@ def test_a_narrow_input_is_refused_outside_linear_layers():
 
 
 class Deciding(nn.Module):
-    """decide(x, h) -> whether the hidden h, which ranks may have a part of, goes one way or another."""
+    """decide(x, h) -> which branch to take; ranks may hold only a part of the hidden h."""
 
     def __init__(self, decide) -> None:
         super().__init__()
@@ -473,7 +473,7 @@ class Deciding(nn.Module):
     ],
 )
 def test_code_that_decides_by_a_part_of_an_activation_stays_whole(decide):
-    """Whichever way it goes in the trial: other inputs may lead ranks other ways."""
+    """Whichever branch the trial takes: with other inputs, ranks may take different branches."""
     model = Deciding(decide)
     with pytest.raises(ValueError, match="branches on values of an activation that is split over ranks"):
         fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(copy.deepcopy(model), group))
@@ -494,7 +494,7 @@ def test_code_that_decides_by_what_all_ranks_have_is_split(decide):
 
 
 class Hidden(nn.Module):
-    """An MLP; `change` is what it does to its hidden features."""
+    """An MLP that applies `change` to its hidden features."""
 
     amax: Tensor
 
@@ -559,7 +559,7 @@ def kept(mlp: Any, h: Tensor) -> Tensor:
 
 def test_a_module_that_keeps_an_activation_is_copied():
     model = Hidden(kept)
-    for _ in range(2):  # the second time it has run
+    for _ in range(2):  # the second call sees a model that has run
         assert infer(model, 2).plan == {"up": "colwise", "down": "rowwise"}
         model(torch.ones(2, 24))
 
@@ -620,7 +620,7 @@ class Alternating(Layer):
 
 
 class OfTwoInputs(nn.Module):
-    """Its layers are tried alone."""
+    """inference tries its layers one by one."""
 
     def __init__(self, *layers: nn.Module, act: nn.Module | None = None) -> None:
         super().__init__()
@@ -663,7 +663,7 @@ def test_layers_of_one_kind_are_tried_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_parameter_of_split_layers_and_of_what_is_whole():
-    """Its gradient would be summed where it is whole already."""
+    """Its gradient would be summed although it is complete already."""
     act = nn.PReLU()
     found = infer(OfTwoInputs(Layer(0, act), Layer(1, doubled), act=act), 2)
     assert found.plan == {"layers.1.up": "colwise", "layers.1.down": "rowwise"}

@@ -1,7 +1,7 @@
-"""A parameter with `main_grad` gets its gradient there, in fp32, and None in `.grad`, in every kind of layer.
+"""A parameter with `main_grad` gets its gradient there, in fp32, and `.grad` stays None, in every kind of layer.
 
-The law: after two backward passes main_grad is 0.5 + 2 * dw, where dw = dy.T @ x of the 16-bit data, in fp64. It is
-off by no more than fp32 sums are, 2**-24 a term; dw rounded to bf16 would be off by up to 2**-8.
+After two backward passes main_grad must be 0.5 + 2 * dw, where dw = dy.T @ x of the 16-bit data in fp64. The error is
+at most that of fp32 sums, 2**-24 per term; dw rounded to bf16 would be off by up to 2**-8.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def with_main_grad(parameter: Tensor) -> Tensor:
 
 
 def assert_unrounded(name: str, parameter: Tensor, dy: Tensor, x: Tensor) -> None:
-    """dy [T, N] and x [T, K] of the whole batch."""
+    """dy [T, N] and x [T, K] are those of the whole batch."""
     assert parameter.grad is None, f"{name}: .grad must stay None"
     dy, x = dy.detach().double(), x.detach().double()
     terms = START + 2 * (dy.abs().t() @ x.abs())
@@ -60,7 +60,7 @@ def in_operations(group, engine: str, autocast: bool) -> None:
     x, h = full.split(sizes)[group.rank()].to(dtype), wide.to(dtype)
     up = [with_main_grad(random(N, K, seed=3 + i, dtype=dtype).requires_grad_()) for i in range(3)]
     down, out = (with_main_grad(random(K, N, seed=5 + i, dtype=dtype).requires_grad_()) for i in range(2))
-    up.append(random(N, K, seed=9, dtype=dtype).requires_grad_())  # without
+    up.append(random(N, K, seed=9, dtype=dtype).requires_grad_())  # no main_grad
     dys = [random(T, N, seed=10 + i) for i in range(4)]
     dy = random(T, K, seed=20)
 
@@ -106,13 +106,13 @@ def test_a_main_grad_of_another_shape_is_refused():
 
 
 def column(group, module: nn.Module, sequence_parallel: bool, head_dim: int | None) -> None:
-    """16 bit activations, and 16 bit parameters where the module has them."""
+    """Activations are 16-bit, and so are parameters if the module has 16-bit ones."""
     style = FusedColwise(sequence_parallel=sequence_parallel, head_dim=head_dim, sizes=split(T, group.size()))
     layer = parallelize_module(module, tp_mesh(group), style)
     for parameter in layer.parameters():
         with_main_grad(parameter)
     x, dy = random(T, K, seed=1), random(T, N, seed=2)
-    heads = 1 if head_dim is None else group.size() * head_dim // N  # ranks that share one
+    heads = 1 if head_dim is None else group.size() * head_dim // N  # ranks that share one head
     begin = group.rank() // heads * (head_dim or 0)
     mine = of_rank(group, dy, 1) if head_dim is None else random(T, head_dim, seed=3 + group.rank())
     given = of_rank(group, x) if sequence_parallel else x

@@ -1,4 +1,4 @@
-"""The law: a parallelized model computes what the same class computes unparallelized: loss and every gradient."""
+"""A parallel model computes the same loss and gradients as the same class on one device."""
 
 import copy
 from typing import Any
@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama3 RoPE scaling": {"rope_scaling": RopeScaling("llama3", 8.0, 16), "rope_theta": 20.0},
     "yarn RoPE scaling": {"rope_scaling": RopeScaling("yarn", 4.0, 64), "rope_theta": 20.0},
 }
-GROUPED = {1: 4, 2: 6, 3: 6, 4: 2}  # world size -> kv heads: as many as divide, and two for four ranks
+GROUPED = {1: 4, 2: 6, 3: 6, 4: 2}  # world size -> kv heads: divisible by it, except two heads for four ranks
 
 
 def compare(group, batch_size: int, length: int, options: dict, changes: dict) -> None:
@@ -85,7 +85,7 @@ def test_every_engine(engine: str):
 
 
 def compare_documents(group, window: int | None) -> None:
-    """Documents that end inside and between the ranks' tokens; positions in no order, since RoPE sees distances."""
+    """Documents end inside and between the ranks' tokens. Positions are unordered, since RoPE only sees distances."""
     document_ids = document_ids_from_lengths([[2, 3, 2], [4, 1, 2]])
     positions = torch.tensor([[0, 5, 1, 9, 2, 30, 4], [7, 0, 0, 11, 3, 2, 1]])
     plain, parallel = make_pair(group, sliding_window=window)
@@ -135,7 +135,7 @@ class Doubled(Linear):
 
 
 def with_one_doubled(group, name: str, by: str, sequence_parallel: bool) -> None:
-    """By a hook or a forward of its own, of a layer that shares its input, and so its gather, with others."""
+    """Double a layer by a hook or its own forward. The layer shares its input, and so its gather, with others."""
     plain = make(0)
     layer, parent = (plain.layers[0].get_submodule(each) for each in (name, name.partition(".")[0]))
     if by == "hook":
@@ -172,7 +172,7 @@ def test_a_weight_that_is_computed_is_refused(name):
 
 
 def sums_of_gradients(group, changes: dict, how: str) -> int:
-    """How many calls sum the gradients of what ranks hold alike; all gradients are those of the plain model."""
+    """The number of calls that sum gradients of replicated parameters. All gradients must equal the plain model's."""
     mesh = init_device_mesh("cpu", (1, group.size()), mesh_dim_names=("dp", "tp"))
     plain = make(**changes)
     parallel = fusedtp.parallelize(copy.deepcopy(plain), mesh["tp"])
@@ -209,23 +209,23 @@ BIASED = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": Tru
 @pytest.mark.parametrize(
     "how, changes, wanted",
     [
-        ("", {}, 1),  # of two layers, two norms each
+        ("", {}, 1),  # two layers with two norms each
         ("", {"qk_norm": True, **BIASED}, 1),
         ("", {"num_hidden_layers": 1}, 1),
         ("recomputed", {}, 1),
-        ("sharded", {}, 2),  # by FSDP2, whose layers have their parameters only while they run
+        ("sharded", {}, 2),  # with FSDP2 a layer has its parameters only while it runs
         ("apart", {}, 4),
         ("main_grad", {}, 1 + 2),
     ],
     ids=str,
 )
 def test_gradients_of_what_ranks_hold_alike_are_summed_in_one_call(how: str, changes: dict, wanted: int):
-    """The last norm's, behind the layers, is summed by itself."""
+    """The final norm comes after the layers, so its gradient is summed separately."""
     assert world(2).run(sums_of_gradients, changes, how) == [wanted + 1] * 2
 
 
 class Scaled(TransformerBlock):
-    """With a parameter of its own, whole on every rank."""
+    """Has a parameter of its own, which every rank holds whole."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -236,7 +236,7 @@ class Scaled(TransformerBlock):
 
 
 class OwnNorm(torch.nn.Module):
-    """Of a user, who knows that the weight is a DTensor."""
+    """Written by a user who knows that the weight is a DTensor."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class OwnNorm(torch.nn.Module):
 
 
 def looked_at(module, *_: Any) -> None:
-    """As a hook that logs on one rank, of which its peers know nothing."""
+    """Like a logging hook that only one rank has."""
     assert all(parameter.shape and parameter.dtype == torch.float64 for parameter in module.parameters())
 
 

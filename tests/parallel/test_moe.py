@@ -1,4 +1,4 @@
-"""A model with experts split over ranks computes what it computes on one: loss, router losses, every gradient."""
+"""With experts split over ranks, a model computes what it computes on one: loss, router losses, all gradients."""
 
 import copy
 from dataclasses import replace
@@ -66,14 +66,14 @@ def test_tokens_need_not_divide_and_may_be_fewer_than_ranks(batch_size: int, len
 
 
 def sharded(rank: int, moe: MoEConfig) -> None:
-    """Two data parallel by two tensor parallel ranks, half of the batch each: FSDP2 means over them."""
+    """Two data-parallel by two tensor-parallel ranks, each with half of the batch. FSDP2 averages over them."""
     mesh = dp_tp_mesh()
     plain = make(moe=moe)
     parallel = fusedtp.parallelize(copy.deepcopy(plain), mesh["tp"])
     shard(parallel, mesh["dp"])
     parallel.balance_group, parallel.data_parallel = communicator(dist.group.WORLD).name, 2
     ids, labels = batch(2, 6)
-    labels.fill_(3)  # as many labels in each half
+    labels.fill_(3)  # the same number of labels in each half
     half = slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
     want = plain(ids, labels).loss
     got = parallel(ids[half], labels[half]).loss
@@ -97,7 +97,7 @@ def test_every_engine(engine: str):
 
 
 def same_bits(group, seed: int, act: str, dtype: torch.dtype, options: dict) -> list[torch.Tensor]:
-    """Experts on exact inputs: out, and the gradients of x, weights and this rank's experts."""
+    """Experts on exact inputs: the output, and the gradients of x, weights and this rank's experts."""
     size, rank = group.size(), group.rank()
     tokens, dim, num_experts, k = 13, 5, 12, 3
     generator = torch.Generator().manual_seed(seed)
@@ -122,7 +122,7 @@ def same_bits(group, seed: int, act: str, dtype: torch.dtype, options: dict) -> 
 @pytest.mark.parametrize("act", ["none", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_split_of_experts_gives_the_same_bits(act: str, dtype: torch.dtype):
-    """Integers and powers of two: no sum rounds, in bf16 neither (at most 5 * 4 * 3 terms of halves, below 2**8)."""
+    """Integers and powers of two: no sum rounds, even in bf16 (at most 5 * 4 * 3 multiples of a half, below 2**8)."""
     by_ranks = [world(size).run(same_bits, 3, act, dtype, {}) for size in (1, 2, 3, 4)]
     want = [torch.cat(parts) for parts in zip(*by_ranks[0], strict=True)]
     for size, ranks in zip((2, 3, 4), by_ranks[1:], strict=True):
@@ -141,8 +141,8 @@ def test_neither_rounds_nor_fp8_change_bits_of_small_integers():
 
 
 def with_room(group, rows: int) -> None:
-    """Experts of others, with room for so many rows, make of all of them what they make of them at once. Integers."""
-    communicator(group)  # which the name stands for
+    """With room for only `rows` rows at a time, foreign experts give the same result as all at once. Exact integers."""
+    communicator(group)  # registers the group's name
     g = torch.Generator().manual_seed(group.rank())
     draw = lambda *shape: torch.randint(-2, 3, shape, generator=g).float()  # noqa: E731
     x, ids, own = draw(4, 3), torch.rand(4, 4, generator=g).argsort(1)[:, :2], draw(2, 3, 3)

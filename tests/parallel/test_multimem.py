@@ -1,4 +1,4 @@
-"""A model whose all-reduces are asked of the switch: what `explain` says of it, what runs, and that it is the model."""
+"""A model with switch all-reduces (multimem): `explain` matches what runs, and the result equals one device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 
 def trained(group: Any, sequence_parallel: bool) -> tuple[dict[str, set[str]], dict[str, set[str]], float, float]:
-    """Engines by operation, as they are told and as they ran; the loss, and that of the model on one device."""
+    """Engines per operation as `explain` gives them and as they ran; the split model's loss and the one-device loss."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A model whose logits would be too large makes its loss by pieces: the same loss and gradients, no logits."""
+"""If logits would be too large, a model computes its loss in pieces: same loss and gradients, no logits."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ def compare(group: Any, tokens: tuple[int, int], limit: int, options: dict, chan
     [
         {},
         {"tie_word_embeddings": True},
-        {"vocab_size": 5, "tie_word_embeddings": True},  # a rank of four holds no part of it
+        {"vocab_size": 5, "tie_word_embeddings": True},  # one rank of four holds no part of it
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -1,4 +1,4 @@
-"""A rank's part of a full parameter is one copy of its slice, with memory of its own."""
+"""A rank's part of a full parameter is a copy of its slice and owns its memory."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from .support import tp_mesh
 
 
 class NewBytes(TorchDispatchMode):
-    """The size of all memory that operations allocate."""
+    """Total bytes that operations allocate."""
 
     def __init__(self, known: Tensor) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_a_replicated_parameter_is_not_copied():
 
 
 def several(group: Any, uses: list[tuple[bool, bool]], dtypes: list[torch.dtype]) -> None:
-    """Parameters of one node, each used as a whole, as a part, both or not at all: gradients, and calls for them."""
+    """Gradients of parameters of one node and the calls that sum them. Each is used whole, in part, both or neither."""
     comm, mesh = communicator(group), tp_mesh(group)
     ways = [Way((Replicate(),), (group.size(),))] * len(uses)
     plain = [torch.arange(3.0 + i, dtype=dtype) for i, dtype in enumerate(dtypes)]
@@ -110,7 +110,7 @@ def test_gradients_of_several_are_summed_in_one_call(data):
 
 
 def norm_calls(group: Any, name: str, checkpointing: dict[str, bool] | None) -> int:
-    """All-reduces in the second backward of a model of two layers."""
+    """Number of all-reduces in the second backward of a two-layer model."""
     from .hf.families import model_of
 
     model = fusedtp.parallelize(model_of(name), tp_mesh(group))
@@ -134,11 +134,11 @@ def test_a_stack_sums_its_norms_gradients_in_one_call(name, checkpointing):
 
 def test_a_layer_with_a_backward_of_its_own_sums_its_norms_gradients_in_one_call():
     pytest.importorskip("transformers")
-    assert world(2).run(norm_calls, "qwen3", {"use_reentrant": True}) == [3, 3]  # and the last norm
+    assert world(2).run(norm_calls, "qwen3", {"use_reentrant": True}) == [3, 3]  # two layers and the last norm
 
 
 class Reader(nn.Module):
-    """Says whether its norm's parameter was a plain tensor while it ran."""
+    """Records whether its norm's parameter is a plain tensor while it runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def opened_readers(group: Any) -> list[bool | None]:
     stack[1].compile(backend="eager")
     stack[2].forward = torch.compile(stack[2].forward, backend="eager")
     fully_shard(stack[4], mesh=init_device_mesh("cpu", (1, group.size()), mesh_dim_names=("dp", "tp"))["dp"])
-    stack[4].unshard()  # as it is between two microbatches, where its parameters are not sharded anew
+    stack[4].unshard()  # as between two microbatches, if parameters stay unsharded
     with opened([(stack, f"{i}.norm") for i in range(5)], communicator(group).name):
         for each in stack:
             Reader.forward(each)
@@ -185,4 +185,4 @@ def large_and_small(group: Any) -> tuple[int, list[float]]:
 def test_a_large_gradient_is_summed_alone():
     for calls, sums in world(2).run(large_and_small):
         assert sums == [12.0, 14.0, 16.0]
-        assert calls == 2  # one for the large one, one for the others
+        assert calls == 2  # one call for the large gradient, one for the others

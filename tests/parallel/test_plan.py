@@ -1,4 +1,4 @@
-"""Plans: what they match, what is wrong with them (all of it at once, nothing changed), and what explain says."""
+"""Plans: what they match, all their faults in one error that leaves the model unchanged, and what explain reports."""
 
 import copy
 import re
@@ -22,7 +22,7 @@ from tests.parallel.support import SMALL, assert_close, batch, dp_tp_mesh, make,
 
 
 def message_of(model: nn.Module, world_size: int, **options) -> str:
-    """The error of parallelizing over so many ranks, seen by rank 0 of a virtual world."""
+    """The error of parallelizing over so many ranks, on rank 0 of a virtual world."""
 
     def attempt(group) -> str:
         with pytest.raises(ValueError) as caught:
@@ -35,7 +35,7 @@ def message_of(model: nn.Module, world_size: int, **options) -> str:
 def test_heads_that_do_not_divide_name_the_sizes_that_would_work():
     text = message_of(make(num_attention_heads=6, num_key_value_heads=2), 4)
     assert text.startswith("CausalLM cannot be parallelized over 4 ranks:")
-    assert text.count("\n") == 1  # one line for all layers
+    assert text.count("\n") == 1  # one line covers all layers
     assert "layers.*.self_attn: 4 ranks cannot evenly share 6 query heads and 2 kv heads" in text
     assert text.endswith("sizes that would work: 1, 2, 6")
     assert "4 query heads and 4 kv heads; sizes that would work: 1, 2, 4" in message_of(
@@ -100,7 +100,7 @@ def test_a_table_that_changes_as_it_is_read_is_refused():
 
 
 class Paired(nn.Module):
-    """Experts, one, of which gate and up alternate, and a bias behind the sum."""
+    """A single expert with alternating gate and up columns, and a bias after the down projection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ PAIRED = {"0": "moe_tp_experts", "0.gate_up": "rowwise_pairs", "0.down": "colwis
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_pairs_of_features_and_a_bias_of_a_sum(world_size: int):
-    """Each rank has whole pairs, and its part of the sum a part of the bias, with the bias's whole gradient."""
+    """Each rank has whole pairs and adds a share of the bias to its partial sum. The bias's gradient is complete."""
     torch.manual_seed(0)
     whole, x = nn.Sequential(Paired(6)), torch.randn(5, 4)
     want = whole(x)
@@ -233,7 +233,7 @@ def test_explain_names_engine_and_reason_of_every_layer():
 
 
 def transports(group) -> list[str]:
-    """What is said of a layer while gathers go by programs, by copies, of few rows, and after a graph was captured."""
+    """explain's output for gathers by programs, by copies, with few rows, and after a graph capture."""
     _, parallel = make_pair(group, options={"engine": "triton"}, num_hidden_layers=1)
     workspace, said = communicator(group).workspace, []
     for transport, captured, tokens in (
@@ -245,7 +245,7 @@ def transports(group) -> list[str]:
         measured.hold(transport)
         kept = workspace.on_cpu, workspace.epochs
         try:
-            if captured:  # the host of a GPU has then lost count
+            if captured:  # on a GPU, the host then no longer knows the epoch
                 workspace.on_cpu, workspace.epochs = False, None
             said.append(str(explain(parallel, tokens=tokens, dtype=torch.float32)))
         finally:

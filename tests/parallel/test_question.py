@@ -1,4 +1,4 @@
-"""Ranks that have parts are never taken for ranks that have the same, and gradients are right before that is known."""
+"""Different parts are never mistaken for equal tensors, and gradients are right even before the answer is known."""
 
 import copy
 import math
@@ -17,7 +17,7 @@ from tests.parallel.support import full, tp_mesh
 
 
 def answers(group: Any, calls: list[list[list[Tensor]]]) -> list[tuple[bool | None, bool]]:
-    """Of calls, what each rank has in them: the answer after each, and what is done in it."""
+    """Each call lists every rank's tensors. Returns, after each call, the answer so far and what to do in this call."""
     question, comm, found = Question(), communicator(group), []
     for call in calls:
         xs = call[comm.rank]
@@ -70,7 +70,7 @@ def test_one_rank_has_no_values():
 
 @pytest.mark.parametrize("size", [1, 3, 300])
 def test_few_numbers_must_agree_more_than_once(size: int):
-    """As constants must, which weights that start at zero may make."""
+    """So must constants, which can come from weights that start at zero."""
     calls = [both(torch.full((size,), 1 + i / 7)) for i in range(5)]
     enough = math.ceil(SURE / BITS[torch.float32])
     assert asked(*calls) == [(None, False)] * (enough - 1) + [(False, False)] * (len(calls) - enough + 1)
@@ -91,7 +91,7 @@ def test_autocast_leaves_fewer_bits():
 
 
 class Attention(nn.Module):
-    """With norms of heads, which no plan names. Queries may start at zero."""
+    """Has norms over heads, which the plan does not name. Queries may start at zero."""
 
     def __init__(self, norm: Any, zero: bool) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Attention(nn.Module):
 
 
 class Gains(nn.Module):
-    """Three parameters of a module whose children are split."""
+    """Three parameters of a module with split children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def off(got: Tensor, want: Tensor) -> float:
 
 
 def gradients(group: Any, start: str, sequence_parallel: bool) -> tuple[list[dict[str, float]], list[int]]:
-    """Errors of gradients in each of three steps, the first as `start` says, and how often ranks were asked in each."""
+    """Errors of gradients in three steps, the first set up by `start`, and how often ranks compared values in each."""
     torch.manual_seed(0)
     make, plan, of_inputs, of_gradients = STARTS[start]
     plain = Net(make()).double()

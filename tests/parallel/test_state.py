@@ -1,4 +1,4 @@
-"""A parallel model's state is the original model's: names, global shapes, values; at any world size, from meta too."""
+"""A parallel model's state has the original names, global shapes and values, at any world size and from meta too."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ CHANGES = {
 
 
 def full_state(group, tied: bool) -> dict:
-    """Another model's full state, as saved from these ranks."""
+    """Full state of another model, as saved from these ranks."""
     _, parallel = make_pair(group, seed=5, tie_word_embeddings=tied, **CHANGES)
     return {name: full(value) for name, value in parallel.state_dict().items()}
 

@@ -100,7 +100,7 @@ def test_parameters_that_nobody_planned_are_told():
 
 
 def beside_torch_styles(group) -> None:
-    """torch's SequenceParallel, which hands on DTensors, between ours."""
+    """torch's SequenceParallel, which outputs DTensors, between our styles."""
     torch.manual_seed(1)
     x = torch.randn(2, 8, 24, dtype=torch.float64)
     plain, _ = block_of(group)

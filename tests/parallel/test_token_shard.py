@@ -1,8 +1,8 @@
-"""TokenShards: any program on one has the values, metadata and gradients of the program on the whole tensor.
+"""TokenShards: a program on shards has the same values, metadata and gradients as on the whole tensor.
 
-A program is drawn as a list of seeds. It runs on a plain tensor, then on ranks that hold shards of it: the same code on
-the same operands. Values are small integers in float64, so that sums are exact in any order. A gradient must be
-complete, and the same, on every rank. Ranks are threads, but for a few cases at the end.
+A program is a list of seeds. It runs once on a plain tensor and once on ranks that hold shards of it, with the same
+code and operands. Values are small integers in float64, so sums are exact in any order. Each gradient must be complete
+and equal on every rank. Ranks are threads, except in a few cases at the end.
 """
 
 import pickle
@@ -29,7 +29,7 @@ from tests.sampling import examples
 
 
 class Run:
-    """One run of a program: its operands, all drawn from one seed, and shards of them if `comm` is given."""
+    """One run of a program: its operands, all drawn from one seed, and their shards if `comm` is given."""
 
     def __init__(self, comm: Any = None, dtype: torch.dtype = torch.float64) -> None:
         self.comm, self.dtype = comm, dtype
@@ -43,14 +43,14 @@ class Run:
         return shard(full, self.comm.name, self.comm.rank, self.comm.world_size, self.gathered)
 
     def leaf(self, *shape: int, low: int = -3, high: int = 4) -> Tensor:
-        """A plain tensor that wants a gradient."""
+        """A plain tensor that requires a gradient."""
         generator = torch.Generator().manual_seed(self.random.randrange(1 << 30))
         values = torch.randint(low, high, shape, generator=generator).to(self.dtype)
         self.leaves.append(values.requires_grad_())
         return self.leaves[-1]
 
     def operand(self, x: Tensor) -> Any:
-        """What may stand beside x: a number, a 0-dim tensor, a shard, or a plain tensor of a shape that broadcasts."""
+        """An operand for x: a number, a 0-dim tensor, a shard, or a plain tensor whose shape broadcasts."""
         kind = self.random.choice(["number", "scalar", "shard", "feature", "token", "any", "any"])
         if kind == "number":
             return self.random.choice([2, -1, 3.0])
@@ -76,7 +76,7 @@ class Run:
 
 
 class Double(Function):
-    """Python code below the wrapper's own place in the graph."""
+    """An autograd.Function, so Python code below the wrapper's node in the graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, saves: bool) -> Tensor:
@@ -89,7 +89,7 @@ class Double(Function):
 
 
 def bounded(x: Tensor) -> Tensor:
-    """Exact, also after products."""
+    """Keeps values exact even after products."""
     return x.remainder(8) - 3
 
 
@@ -146,7 +146,7 @@ def in_place(x: Tensor, run: Run) -> Tensor:
 
 
 def of_a_view(x: Tensor, run: Run) -> Tensor:
-    """In place on a part, which the whole and other parts must see, by Python and by C++."""
+    """Change a part in place, by Python or by C++; the whole tensor and other parts must see it."""
     y = run.random.choice([lambda: x.clone(), lambda: Double.apply(x, False)])()
     k = run.random.randint(0, x.shape[-1])
     part = run.random.choice(
@@ -314,7 +314,7 @@ def weighted(x: Tensor, run: Run) -> Tensor:
 
 
 def routed(x: Tensor, run: Run) -> Tensor:
-    """What routers do with scores."""
+    """What routers compute from scores."""
     k = min(2, x.shape[-1])
     chosen = x.detach().argsort(dim=-1, stable=True)[..., :k]
     match run.random.randrange(5):
@@ -374,7 +374,7 @@ PROGRAMS = (binary, compared, in_place, of_a_view, along, parts, arranged, index
 
 
 def execute(run: Run, shape: tuple[int, ...], steps: list[tuple[Callable, int]]) -> dict[str, Any]:
-    """What a program gives: values, and the gradient of every operand."""
+    """The results of a program: values, and the gradient of every operand."""
     full = run.leaf(*shape)
     x = run.split(full)
     if steps and steps[0][1] % 5:
@@ -403,7 +403,7 @@ def execute(run: Run, shape: tuple[int, ...], steps: list[tuple[Callable, int]])
 
 
 def close(got: Tensor, want: Tensor) -> bool:
-    """But for roundoff, of normed values only: integers are exact."""
+    """Equal up to roundoff, which only normed values have; integers are exact."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return False
     tolerance = 1e-9 * max(1.0, float(want.detach().double().nan_to_num().abs().max())) if want.numel() else 0.0
@@ -411,7 +411,7 @@ def close(got: Tensor, want: Tensor) -> bool:
 
 
 def check(world_size: int, shape: tuple[int, ...], steps: list[tuple[Callable, int]]) -> list[Counter[str]]:
-    """The law. Returns what each rank gathered for."""
+    """Check the law. Returns the reasons for which each rank gathered."""
     want = execute(Run(), shape, steps)
     counts: list[Counter[str]] = []
 
@@ -453,7 +453,7 @@ def test_a_program_on_shards_is_the_program_on_the_whole(world_size, shape, step
     try:
         execute(Run(), shape, steps)
     except (RuntimeError, IndexError, ValueError):
-        reject()  # no program for a plain tensor either
+        reject()  # not a valid program for a plain tensor either
     check(world_size, shape, steps)
 
 
@@ -592,7 +592,7 @@ def test_names_along_features(name):
             assert all(close(g, w) for g, w in zip(got, want, strict=True))
 
 
-# What a Transformer does between its linear layers.
+# Operations of a Transformer between its linear layers.
 LOCAL: dict[str, Callable[[Tensor, Run], Any]] = {
     "norm": lambda x, run: run.leaf(4) * (x.float() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1)).to(x.dtype),
     "gated": lambda x, run: F.silu(x[..., :2]) * x[..., 2:],
@@ -731,7 +731,7 @@ def test_autocast_and_bf16():
     want = body(Run())
     for got in on_ranks(2, body):
         for g, w in zip(got, want, strict=True):
-            off = torch.finfo(torch.bfloat16).eps * w.abs().max()  # half a unit of the sum of each rank's rows
+            off = torch.finfo(torch.bfloat16).eps * w.abs().max()  # half a unit for each of two ranks' partial sums
             assert g.dtype == w.dtype and (g - w).abs().max() <= off
 
 
@@ -757,7 +757,7 @@ def test_no_grad_and_inference():
 
 
 def same_on_ranks(program: Callable[[Tensor, Run], Tensor], *shape: int, world_size: int = 2) -> None:
-    """The law, for one program."""
+    """Check one program on ranks."""
     check(world_size, shape, [(program, 1)])
 
 
@@ -850,7 +850,7 @@ def on_processes(group: Any) -> None:
 
 
 def dropped(group: Any) -> None:
-    """One mask for all ranks: that of one device, which draws as often."""
+    """All ranks use one device's mask and draw as often as it does."""
     results = []
     for run in (Run(), Run(communicator(group))):
         torch.manual_seed(3)

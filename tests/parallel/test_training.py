@@ -1,4 +1,4 @@
-"""The law, over steps: optimizers, clipping, checkpointing, compilation and FSDP2 see an ordinary model of DTensors."""
+"""Over several steps, optimizers, clipping, checkpointing, compilation and FSDP2 treat it as a normal DTensor model."""
 
 from dataclasses import replace
 
@@ -34,8 +34,8 @@ MIXED = {
 }
 
 
-# An update is lr m / (sqrt(v) + eps), m and sqrt(v) being means of gradients: eps = 1 makes its slope at most 2 lr, so
-# that parameters differ by less than the gradients do. (With a small eps, a gradient near zero decides by its sign.)
+# An update is lr m / (sqrt(v) + eps), where m and sqrt(v) are means of gradients. With eps = 1 its slope is at most 2
+# lr, so parameters differ by less than gradients do. (With a small eps, the sign of a near-zero gradient decides.)
 ADAMW = {"lr": 0.01, "eps": 1.0}
 
 
@@ -110,7 +110,7 @@ def test_clipping_counts_parameters_of_several_meshes_once():
 
 
 def checkpointed(group, changes: dict, sequence_parallel: bool, kind: Recompute) -> None:
-    """Equal to the last bit to the same model that keeps all. Only `full` communicates again."""
+    """Bitwise equal to the same model without recomputation. Only `full` communicates again."""
     _, parallel = make_pair(group, options={"sequence_parallel": sequence_parallel}, **changes)
     calls, found = [], []
     comm = communicator(parallel.token_group or group)
@@ -187,7 +187,7 @@ def fsdp(
         count = (labels != -100).sum()
         plain(ids, labels).loss.backward()
         mine = slice(2 * rank, 2 * rank + 2)
-        # FSDP2 averages gradients over dp; each rank's part of the mean counts twice.
+        # FSDP2 averages gradients over two dp ranks, so each rank's share of the mean loss is doubled.
         (parallel(ids[mine], labels[mine], num_labels=count).loss * 2).backward()
         assert_same_gradients(parallel, plain)
         want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
@@ -205,7 +205,7 @@ def test_fsdp2_over_two_by_two_ranks(meta: bool, tied: bool, kind: Recompute | N
 
 @pytest.mark.parametrize("own_head", [False, True])
 def test_a_loss_by_pieces_under_fsdp2(own_head: bool):
-    """A head that FSDP2 gathers by itself is called as a module."""
+    """If FSDP2 wraps the head separately, the head is called as a module."""
     world(4).run(fsdp, False, MIXED, None, True, own_head, timeout=120)
 
 

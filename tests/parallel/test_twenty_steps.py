@@ -1,17 +1,17 @@
-"""The law, over a training run: twenty fp32 AdamW steps of a parallel model are those of the same class in one process.
+"""Twenty fp32 AdamW steps of a parallel model match those of the same class in one process.
 
 Note [What twenty steps of rounding may cause]
-Both runs do the same fp32 sums in another order. In one step a value passes through n = OPERATIONS operations, whose
-sums have up to k terms and are shared by W ranks: k + W + 2 roundings of at most u = 2^-24 each, which are independent
-and so add as a random walk does, to a relative error of sqrt(n (k + W + 2)) u in one step's loss and gradient norm.
-This does not say how AdamW carries a difference on: where a gradient is nearly zero, its sign decides on a whole
-step. So that is measured: a third run in one process, whose parameters move by a unit in the last place (2 u) before
-every step, drifts from the first by s(t). The parallel run may differ by
+Both runs compute the same fp32 sums in another order. In one step a value passes through n = OPERATIONS operations.
+Their sums have up to k terms and are shared by W ranks. That is k + W + 2 roundings of at most u = 2^-24 each. They are
+independent, so they add up like a random walk: the relative error in one step's loss and gradient norm is
+sqrt(n (k + W + 2)) u. This does not cover how AdamW carries a difference on: where a gradient is nearly zero, its sign
+decides the direction of a whole step. That part is measured. A third run in one process moves its parameters by one
+unit in the last place (2 u) before every step; it drifts from the first run by s(t). The parallel run may differ by
 
     sqrt(n (k + W + 2)) u + 4 max(s(0), ..., s(t))
 
-of the loss and the gradient's norm in step t, and a parameter at the end by as much of its own norm. The factor 4 pays
-for s being a single draw. The cap makes sure that the bound stays a sharp one.
+in the loss and the gradient's norm in step t. A parameter at the end may differ by as much of its own norm. The factor
+4 is there because s is a single draw. CAP makes the test fail if the bound itself grows too large.
 """
 
 from typing import Any
@@ -32,11 +32,11 @@ SIZES: dict[str, Any] = {
     "qk_norm": True,
 }
 TOKENS = 4 * 16
-TERMS = TOKENS  # the longest sums: over tokens, in weight gradients
+TERMS = TOKENS  # the longest sums: over tokens, for weight gradients
 
 
 def shake_(model: nn.Module, generator: torch.Generator) -> None:
-    """Move every number by about a unit in its last place, up or down."""
+    """Move every number by about one unit in its last place, up or down."""
     with torch.no_grad():
         for parameter in model.parameters():
             signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
@@ -44,7 +44,7 @@ def shake_(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def trained(model: nn.Module, shaken: bool = False) -> Tensor:
-    """fp64 [STEPS, 2]: loss and gradient norm of every step."""
+    """fp64 [STEPS, 2]: each step's loss and gradient norm."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
     generator, rows = torch.Generator().manual_seed(0), []
     for step in range(STEPS):
@@ -60,7 +60,7 @@ def trained(model: nn.Module, shaken: bool = False) -> Tensor:
 
 
 def distances(model: nn.Module, plain: nn.Module) -> Tensor:
-    """Of every parameter of the plain model: the norm of the difference, relative to its own."""
+    """For each parameter of the plain model: the norm of the difference, relative to the parameter's norm."""
     mine = [full(parameter).detach().double() for parameter in model.parameters()]
     theirs = [parameter.detach().double() for parameter in plain.parameters()]
     return torch.stack([(a - b).norm() / b.norm() for a, b in zip(mine, theirs, strict=True)])

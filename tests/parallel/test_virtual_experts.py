@@ -1,4 +1,4 @@
-"""Ranks of a virtual world share experts in every way that processes do."""
+"""Ranks of a virtual world can share experts in all the ways that processes can."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.properties.laws import assert_same
 
 @pytest.mark.parametrize("size, experts, split", SPLITS, ids=str)
 def test_any_sharing_gives_the_bits_of_one_process(size, experts, split):
-    """A parameter is there a plain tensor: this rank's part."""
+    """In a virtual world a parameter is a plain tensor, this rank's part."""
     (alone,) = world(1).run(same_bits, 3, experts, ExpertSplit(), True)
     ranks = VirtualWorld(size).run(lambda group: same_bits(group, 3, experts, split, True))
     for i, name in enumerate(("y", "dx", "dweights")):
@@ -28,7 +28,7 @@ def test_any_sharing_gives_the_bits_of_one_process(size, experts, split):
 
 
 def test_virtual_ranks_may_share_a_style():
-    """Its groups are each rank's own."""
+    """Each rank keeps its own groups."""
     style = fusedtp.FusedExperts(split=ExpertSplit(nodes=2))
 
     def body(group) -> tuple[str, ...]:

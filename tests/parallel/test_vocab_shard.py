@@ -1,4 +1,4 @@
-"""Logits of which each rank holds some columns, against plain ones: values, gradients, losses, and what is gathered."""
+"""Logits that are split by columns over ranks equal plain ones: values, gradients, losses, and what is gathered."""
 
 import copy
 from collections import Counter
@@ -17,7 +17,7 @@ from fusedtp.ops.rows import split
 from fusedtp.parallel.vocab_shard import Columns, VocabShard
 
 Program = Callable[[Tensor, Tensor, Tensor], Tensor]
-# On logits [B, S, V], one weight [V] and one scale [1], both of which want gradients.
+# Inputs: logits [B, S, V], one weight [V] and one scale [1]. Weight and scale require gradients.
 LOCAL: dict[str, Program] = {
     "float": lambda x, w, s: x.float(),
     "scale": lambda x, w, s: x * 0.5,
@@ -51,7 +51,7 @@ def tensors(batch: int, length: int, vocab: int, seed: int) -> list[Tensor]:
 
 
 def on_rank(group: Any, full: list[Tensor], program: Callable[..., Tensor]) -> tuple[Tensor, list[Any], Counter[str]]:
-    """The whole result, gradients of what went in (this rank's columns of the logits), and what was gathered."""
+    """The whole result, gradients of all inputs (for logits, this rank's columns), and what was gathered."""
     world_size, rank = communicator(group).world_size, group.rank()
     sizes, gathered = split(full[0].shape[-1], world_size), Counter[str]()
     local = full[0].split(sizes, -1)[rank].clone().requires_grad_()
@@ -158,7 +158,7 @@ def test_widened_logits_are_what_they_were_when_they_are_read():
     wide = VocabShard.of(own, columns).float()
     with torch.no_grad():
         assert torch.equal(wide.local, own.float()) and wide.narrow_local is None
-    (wide * 2.0).local.sum().backward()  # read without a graph first: the graph is there all the same
+    (wide * 2.0).local.sum().backward()  # read first under no_grad: the graph is kept all the same
     assert torch.equal(own.grad, torch.full_like(own, 2.0))
     changed = own.detach().clone()
     late = VocabShard.of(changed, columns).float()
@@ -184,7 +184,7 @@ def test_a_loss_with_smoothing_or_weights_gathers():
 @given(world_size=st.integers(1, 4), vocab=st.integers(1, 11), seed=st.integers(0, 99), keep=st.booleans())
 def test_argmax_takes_the_first_of_equals(world_size: int, vocab: int, seed: int, keep: bool):
     full = tensors(2, 3, vocab, seed)
-    full[0].round_()  # many are equal
+    full[0].round_()  # makes many values equal
     want = full[0].argmax(-1, keepdim=keep)
 
     def body(group: Any) -> Tensor:
@@ -242,7 +242,7 @@ def changed_through_views(group: Any) -> list[str]:
         with pytest.raises(RuntimeError, match=r"in place.*full_tensor\(\)") as error:
             change(shard)
         said.append(str(error.value))
-    picked = shard[torch.arange(2)[:, None], torch.arange(3), 1]  # a copy, on one device too
+    picked = shard[torch.arange(2)[:, None], torch.arange(3), 1]  # a copy, as on one device
     assert picked.mul_(2.0).sum() == 12 and shard.sum() == 24
     seen = shard[..., 1:3]
     assert copy.deepcopy(seen).mul_(3.0).sum() == 36 and type(seen.clone()) is Tensor
@@ -251,13 +251,13 @@ def changed_through_views(group: Any) -> list[str]:
 
 
 def test_a_change_through_a_view_is_refused_as_on_the_logits():
-    """It would change gathered ones, of which nobody knows."""
+    """It would change gathered logits without changing the shards."""
     for said in VirtualWorld(2).run(changed_through_views):
         assert len(said) == len(THROUGH_VIEWS)
 
 
 def asked_for_gradients(group: Any) -> list[Tensor]:
-    """By a hook, by retain_grad, by torch.autograd.grad: [hook's, retained, by grad, with the hook's change]."""
+    """Gradients from a hook, retain_grad, torch.autograd.grad, and retain_grad with a hook that changes them."""
     columns = Columns(communicator(group).name, group.rank(), 2, 4, Counter())
 
     def logits() -> VocabShard:

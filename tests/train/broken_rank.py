@@ -1,6 +1,6 @@
-"""A rank of a training run in which something is broken on purpose: torchrun broken_rank.py BREAKAGE OPTIONS
+"""A training rank with a deliberate fault: torchrun broken_rank.py BREAKAGE OPTIONS
 
-A breakage replaces one function by a wrong one, in this process only, and then trains as `fusedtp train` does.
+The breakage replaces one function in this process by a wrong one. The rank then trains as `fusedtp train` does.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from fusedtp.train import loop
 
 
 def own_partial(x, weight, group, *, bias=None, sizes=None, dim=0, engine="auto", layer=""):
-    """matmul_reduce_scatter that forgets the other ranks' part of the sum."""
+    """matmul_reduce_scatter that omits the other ranks' partial sums."""
     rank = dist.get_rank()
     return F.linear(x, placement.local(weight))[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
 
 
 def off_by_one_percent(*args, **kwargs):
-    """matmul_reduce_scatter with a result that is a hundredth too large."""
+    """matmul_reduce_scatter whose result is 1% too large."""
     return 1.01 * matmul_reduce_scatter(*args, **kwargs)
 
 
 def scattering(how) -> AbstractContextManager:
-    """While entered, row-parallel layers take this in place of matmul_reduce_scatter."""
+    """While active, row-parallel layers use this instead of matmul_reduce_scatter."""
     return patch.object(layers, "PLAIN", layers.PLAIN._replace(scatter=how))
 
 
 def broken_from_step_12(model, batches, step, load, *more):
-    """backward of a step, in the last of which the forward is slightly wrong."""
+    """backward of a step; from step 12 on the forward is slightly wrong."""
     with scattering(off_by_one_percent if step >= 12 else matmul_reduce_scatter):
         return backward(model, batches, step, load, *more)
 
 
 def failing_on_rank_1(options, step):
-    """learning_rate that raises on one rank in the middle of a run."""
+    """A learning_rate that raises on one rank in the middle of a run."""
     if step == 2 and dist.get_rank() == 1:
         raise RuntimeError("the disk of rank 1 is full")
     return 1e-3
@@ -57,7 +57,7 @@ BREAKAGES: dict[str, AbstractContextManager] = {
 }
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(200, exit=True)  # a hang says where
+    faulthandler.dump_traceback_later(200, exit=True)  # on a hang, print where
     torch.set_num_threads(1)
     with BREAKAGES[sys.argv[1]]:
         sys.exit(cli.main(["train", *sys.argv[2:]]))

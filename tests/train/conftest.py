@@ -1,4 +1,4 @@
-"""Worlds that end with a file's tests, and a small text."""
+"""Worlds that are closed after a file's tests, and a small text."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,7 +12,7 @@ from tests.harness import pool
 
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Callable[[int], pool.World]]:
-    """worlds(4): four ranks. Runs make meshes, and each of their groups has a thread that wakes up while it lives."""
+    """worlds(4): four ranks, closed after a file's tests. Each group of a mesh has a thread that keeps waking up."""
     with ExitStack() as stack:
         made: dict[int, pool.World] = {}
 
@@ -35,5 +35,5 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokens(book: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its token files; a token is a byte."""
+    """The token files of `book`; each token is a byte."""
     return build_tokens((book,), tmp_path_factory.mktemp("tokens"))

@@ -1,6 +1,6 @@
-"""A process that is killed in a phase of a save: python killed_saver.py PHASE FOLDER
+"""A process that is killed in one phase of a save: python killed_saver.py PHASE FOLDER
 
-It saves steps 1, 2 and 3 and keeps two of them; the save of step 3 does not get past PHASE.
+It saves steps 1, 2 and 3 and keeps two of them. It is killed in PHASE of saving step 3.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusedtp.train import checkpoint
 
 
 class Numbers:
-    """A state whose numbers all say its step."""
+    """A state in which every number equals its step."""
 
     def __init__(self, step: int = 0) -> None:
         self.step = step
@@ -38,7 +38,7 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def after(owner: Any, name: str) -> Any:
-    """The function as it is, and then the end."""
+    """Run the original function, then die."""
     own = getattr(owner, name)
 
     def then(*args: Any, **kwargs: Any) -> None:
@@ -49,7 +49,7 @@ def after(owner: Any, name: str) -> Any:
 
 
 def at_commit(then: bool) -> Any:
-    """The end at the rename that makes a draft a checkpoint: before it, or after."""
+    """Die at the rename that makes a draft a checkpoint: before it, or after it."""
     own = Path.rename
 
     def rename(path: Path, target: Path) -> Path:
@@ -76,7 +76,7 @@ PHASES = {
     "prune": lambda: patch.object(shutil, "rmtree", die),
     "pruned": lambda: after(checkpoint, "_remove"),
 }
-ON_DISK = ("renamed", "prune", "pruned")  # the phases in which step 3 is a checkpoint already
+ON_DISK = ("renamed", "prune", "pruned")  # in these phases step 3 already is a checkpoint
 
 if __name__ == "__main__":
     phase, folder = sys.argv[1], Path(sys.argv[2])

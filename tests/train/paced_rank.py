@@ -1,6 +1,6 @@
 """A rank of the elastic run: torchrun paced_rank.py FOLDER OPTIONS. It trains as `fusedtp train` does, but waits
 
-before step 6 on four ranks     until FOLDER/killed is there: a node is killed meanwhile
+before step 6 on four ranks     until FOLDER/killed exists: meanwhile a node is killed
 in step 10 on two ranks         until torchrun asks it to end, because the node is back
 """
 
@@ -31,6 +31,6 @@ def paced(options, step):
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(150, exit=True)  # a hang says where
+    faulthandler.dump_traceback_later(150, exit=True)  # on a hang, print where
     with patch("fusedtp.commands.run.learning_rate", paced):
         sys.exit(cli.main(["train", *sys.argv[2:]]))

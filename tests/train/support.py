@@ -1,8 +1,8 @@
-"""Ranks of a run on a mesh, and gradients of a whole model against those of one process.
+"""Ranks of a run on a mesh, and comparison of a whole model's gradients with those of one process.
 
 Note [Meshes of tests]
-A mesh of four ranks has some 15 groups of gloo, each with threads of its own. A worker makes a mesh once and its tests
-share it.
+A mesh of four ranks has about 15 gloo groups, each with its own threads. So a worker makes each mesh once, and its
+tests share it.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ from fusedtp.train.config import parse
 from fusedtp.train.mesh import World, meshes
 from tests.nn.support import roundings_of
 
-parse([])  # the first one of a process takes long: once, before ranks are forked
+parse([])  # slow the first time in a process, so do it once before ranks are forked
 
-# dp, tp, ep, pp: of a world of pp * dp * tp ranks
+# Sizes of dp, tp, ep and pp in a world of pp * dp * tp ranks.
 MESHES = {
     "1": (1, 1, 1, 1),
     "tp2": (1, 2, 2, 1),
@@ -43,7 +43,7 @@ def ranks_of(mesh: str) -> int:
 
 @cache
 def mesh_of(**axes: int) -> DeviceMesh:
-    """Of all ranks, by the sizes of its axes; see Note [Meshes of tests]."""
+    """A mesh of all ranks with axes of these sizes; see Note [Meshes of tests]."""
     return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
@@ -71,9 +71,9 @@ def world_on(group: Any, mesh: str) -> World:
 
 
 def assert_gradients(got: Mapping[str, Tensor], want: Mapping[str, Tensor], layers: int) -> None:
-    """Each gradient of `got` within what a model of so many layers may lose of the largest entry of the wanted one.
+    """Each gradient's error, relative to the wanted one's largest entry, is within what this many layers may lose.
 
-    A layer has up to 8 operations forward and as many backward, of about 32 terms (the models here are that wide);
+    A layer has up to 8 operations forward and as many backward, each with about 32 terms (the width of these models);
     see Note [Roundings]. For 4 layers in fp32 that is 1.3e-4 of a parameter's largest gradient.
     """
     over = []

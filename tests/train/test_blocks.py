@@ -1,4 +1,4 @@
-"""Compiled and recomputed blocks in the trainer: a step's gradients are those of plain blocks."""
+"""Compiled and recomputed blocks in the trainer give the gradients of plain blocks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ SIZES = "--width 16 --heads 4 --kv-heads 2 --mlp-width 10 --layers 2 --length 16
 
 
 def step(config: TrainConfig, tokens: Path) -> tuple[float, dict[str, torch.Tensor], int]:
-    """Loss and gradients of a step, and how many tensors its forward kept for backward."""
+    """Loss and gradients of a step, and the number of elements that its forward saved for backward."""
     kept: list[Any] = []
     model = build(config, World())
     batches = Batches(tokens, length=16, batch=4)

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there whenever the writer is killed, verified, and the same state on any mesh."""
+"""Checkpoints are complete or absent whenever the writer is killed, are verified, and load the same on any mesh."""
 
 import errno
 import json
@@ -51,7 +51,7 @@ from tests.train.test_run import environment
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of the steps 1 and 2."""
+    """Checkpoints of steps 1 and 2."""
     folder = tmp_path_factory.mktemp("saved")
     checkpoints = Checkpoints(folder, keep_last=5)
     for step in (1, 2):
@@ -108,7 +108,7 @@ def truncate(path: Path) -> None:
 
 
 def swap(path: Path) -> None:
-    """With the same file of the other checkpoint."""
+    """Swap this file with the same file of checkpoint 1."""
     other = path_of(path.parent.parent, 1) / path.name
     mine, theirs = path.read_bytes(), other.read_bytes()
     path.write_bytes(theirs)
@@ -123,7 +123,7 @@ DAMAGE = {"truncated": truncate, "emptied": lambda path: path.write_bytes(b""), 
 def test_a_file_that_is_not_whole_is_found(saved: Path, tmp_path: Path, damage: str, name: str):
     folder = Path(shutil.copytree(saved, tmp_path / "c"))
     DAMAGE[damage](path_of(folder, 2) / name)
-    if (damage, name) == ("truncated", "manifest.json"):  # its last byte is a line's end
+    if (damage, name) == ("truncated", "manifest.json"):  # its last byte is only a newline
         assert faults_of(path_of(folder, 2)) == []
         (path_of(folder, 2) / name).write_bytes((path_of(folder, 2) / name).read_bytes()[:-2])
     state = Numbers()
@@ -140,7 +140,7 @@ def test_files_of_two_checkpoints_that_were_swapped_are_found(saved: Path, tmp_p
 
 
 def with_format(saved: Path, folder: Path, number: int) -> Path:
-    """A copy of the checkpoints, the last of which says that it is of this format."""
+    """A copy of the checkpoints; the last one claims to have this format."""
     path = path_of(Path(shutil.copytree(saved, folder)), 2)
     words = json.loads((path / "about.json").read_text()) | {"format": number}
     (path / "about.json").write_text(json.dumps(words))
@@ -235,7 +235,7 @@ def test_a_save_after_close_says_so(tmp_path: Path):
 
 
 def test_a_stager_that_takes_one_state_is_made_for_each(tmp_path: Path, monkeypatch):
-    """As torch's is before 2.13."""
+    """torch's stager works only once before 2.13."""
 
     class Once(checkpoint.DefaultStager):
         def stage(self, *args: Any, **more: Any) -> Any:
@@ -279,7 +279,7 @@ def test_training_goes_on_while_a_save_is_written_and_changes_nothing_of_it(tmp_
         == sum(path.stat().st_size for path in path_of(tmp_path, 1).iterdir())
         - (path_of(tmp_path, 1) / "manifest.json").stat().st_size
     )
-    checkpoints.load(Numbers())  # whose numbers must be its step: 0, not 7
+    checkpoints.load(Numbers())  # asserts that all numbers equal the saved step: 0, not 7
     checkpoints.close()
 
 
@@ -315,12 +315,12 @@ def test_a_disk_without_room_is_found_before_anything_is_written(tmp_path: Path,
 
 
 def test_a_checkpoint_under_another_step_is_refused(tmp_path: Path):
-    """It would be taken for the newest, and its steps trained again."""
+    """Otherwise it would count as the newest, and the run would repeat its steps."""
     checkpoints = Checkpoints(tmp_path, asynchronous=False)
     for step in (1, 2):
         checkpoints.save(step, Numbers(step))
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000003")
-    (tmp_path / "step-00000002").rename(tmp_path / "step-4")  # as no save names it
+    (tmp_path / "step-00000002").rename(tmp_path / "step-4")  # not a name that a save gives
     assert checkpoints.steps() == [1, 3]
     loaded = checkpoints.load(Numbers())
     assert loaded.step == 1 and "step-00000003 holds step 1" in loaded.refused[0]
@@ -374,7 +374,7 @@ def test_checkpoints_after_the_one_that_is_resumed_are_set_aside(saved: Path, tm
 
 
 class Part:
-    """A rank's own numbers."""
+    """One rank's own numbers."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -387,7 +387,7 @@ class Part:
 
 
 def failing_on_rank_1(group, folder: Path) -> list[str]:
-    """What each rank is told where the disk of rank 1 fails, and that the next save works."""
+    """The disk of rank 1 fails: the error on each rank. Afterwards the next save works."""
     rank, told = group.rank(), []
     checkpoints = Checkpoints(folder, group=host_groups()[0])
     write = FileSystemWriter.write_data
@@ -442,7 +442,7 @@ EXPERTS = "--experts 4 --top-k 2 --expert-width 8 --shared-width 6 --balance-bia
 
 
 def on_mesh(group, mesh: str, options: str) -> tuple[TrainingState, World, Any]:
-    """Model and optimizer on that mesh, after a step with gradients that only the parameters' names decide."""
+    """Model and optimizer on this mesh."""
     here = world_on(group, mesh)
     config = parse(f"{SIZES} --pp {here.pp} {options}".split())
     model = build(config, here)
@@ -451,7 +451,7 @@ def on_mesh(group, mesh: str, options: str) -> tuple[TrainingState, World, Any]:
 
 
 def whole(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Every tensor of model and optimizer, whole."""
+    """Every tensor of model and optimizer, gathered."""
     found = state.state_dict()
     tensors = {
         f"{part}.{name}": value.full_tensor() if isinstance(value, DTensor) else value
@@ -530,7 +530,7 @@ def test_a_checkpoint_loads_on_another_mesh_to_the_last_bit(worlds, tmp_path: Pa
 
 
 def unmade_on(group, mesh: str, folder: Path, saves: bool) -> int:
-    """Saves or loads what is before the first step; of how many parameters the optimizer has state then."""
+    """Save or load a checkpoint from before the first step. Returns for how many parameters the optimizer has state."""
     state, _, own = on_mesh(group, mesh, "--tie-embeddings")
     checkpoints = Checkpoints(folder, group=own, asynchronous=False)
     if saves:
@@ -547,11 +547,11 @@ def test_a_checkpoint_from_before_the_first_step_loads_on_another_mesh(worlds, t
     assert worlds(2).run(unmade_on, other, tmp_path, False) == [0, 0]
 
 
-# -- state of the optimizer that is not made yet -----------------------------------------------------------------------
+# -- optimizer state that does not exist yet ---------------------------------------------------------------------------
 
 
 class Partly(torch.nn.Module):
-    """Three linears, of which a loss reaches those that are `used`."""
+    """Three linear layers; the loss depends only on those in `used`."""
 
     def __init__(self, used: str = "ab") -> None:
         super().__init__()
@@ -588,7 +588,7 @@ def steps_of(state: TrainingState, count: int) -> None:
 
 
 def numbers_of(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Weights, and the optimizer's state of those parameters that have some."""
+    """Weights, and the optimizer state of the parameters that have some."""
     found = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     for name, p in state.model.named_parameters():
         found |= {f"{name}.{key}": x.clone() for key, x in state.optimizer.state.get(p, {}).items() if x is not None}
@@ -602,7 +602,7 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_save_changes_nothing_and_what_was_not_made_is_loaded_as_not_made(tmp_path: Path, kind: str, steps: int):
-    """No step yet, as where fp16 overflows at first; and a parameter that the loss does not reach."""
+    """Cases: no step yet (fp16 may overflow at first), and a parameter that the loss does not depend on."""
     state, want = partly("ab", kind, steps), partly("ab", kind, steps)
     checkpoints = Checkpoints(tmp_path, asynchronous=False)
     checkpoints.save(steps, state)
@@ -610,7 +610,7 @@ def test_a_save_changes_nothing_and_what_was_not_made_is_loaded_as_not_made(tmp_
     assert len(state.optimizer.state) == len(want.optimizer.state)
     again = {"fresh": partly("ab", kind), "trained": partly("abc", kind, 3), "partly": partly("bc", kind, 1)}
     again["trained"].model.used = again["partly"].model.used = "ab"
-    again["fresh"].model(torch.ones(3)).backward()  # gradients are there: they stay, and torch makes no state beside
+    again["fresh"].model(torch.ones(3)).backward()  # gradients exist: they stay, and torch must not create state
     gradients = [p.grad for p in again["fresh"].model.parameters()]
     for each in again.values():
         checkpoints.load(each)
@@ -636,7 +636,7 @@ def test_a_parameter_that_is_trained_from_now_on_begins_with_fresh_state(tmp_pat
 
 
 def test_state_that_a_checkpoint_should_have_is_missed(tmp_path: Path):
-    """Of another optimizer, of one with one entry more, and of a parameter that it does not know."""
+    """State of another optimizer, of one with an extra entry, and of a parameter that the checkpoint does not know."""
     checkpoints = Checkpoints(tmp_path, asynchronous=False)
     checkpoints.save(2, partly("ab", steps=2))
     others = [partly("ab", "momentum"), partly("ab"), partly("ab")]
@@ -655,7 +655,7 @@ def test_state_that_a_checkpoint_should_have_is_missed(tmp_path: Path):
 
 
 class Shuffled:
-    """A loader whose order is its rank's own. Its state has no entry before it begins, as torchdata's may."""
+    """A loader with an order of its own per rank. Its state is empty before it starts, as torchdata's may be."""
 
     def __init__(self, rank: int) -> None:
         self.state: dict[str, Any] = {}
@@ -681,7 +681,7 @@ def alone_with(loader: Any) -> TrainingState:
 
 
 def loaders(group: Any, folder: Path) -> None:
-    """Each rank gets back the state of its own loader, and its own random numbers."""
+    """Each rank gets back the state of its own loader and its own random state."""
     rank, loader = group.rank(), Shuffled(group.rank())
     batches = iter(loader)
     for _ in range(3 + rank):
@@ -708,9 +708,9 @@ def test_a_loaders_state_is_that_of_its_rank(worlds, tmp_path: Path):
 
 @given(save=st.floats(1e-3, 1e4), failure=st.floats(1.0, 1e7))
 def test_the_interval_loses_least(save: float, failure: float):
-    """Against the minimum of Daly's full model of the run's time, found by trying."""
+    """Compare with the minimum of Daly's full model of the run time, found by search."""
 
-    def time(interval: float) -> float:  # his eq. 20, without restarts: of a unit of work
+    def time(interval: float) -> float:  # his eq. 20 without restarts, per unit of work
         return failure * math.expm1((interval + save) / failure) / interval
 
     found = save_interval(save, failure)

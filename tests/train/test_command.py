@@ -1,4 +1,4 @@
-"""The command line: what is wrong is said before any process starts, and all of it at once."""
+"""The command line reports all errors at once, before any process starts."""
 
 import json
 from dataclasses import fields
@@ -62,13 +62,13 @@ def test_a_fault_names_an_option_as_it_was_given(capsys, tmp_path, name):
 
 @pytest.mark.parametrize("by", ["torchrun", "torchrun of an elastic run", "the command"])
 def test_a_model_is_looked_at_on_ranks_that_torchrun_started_too(capsys, monkeypatch, tmp_path, by):
-    """Else documents that a model cannot keep apart would be trained on together. The command has looked before."""
+    """Otherwise documents that a model cannot separate would be trained together. The command has checked already."""
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
     (tmp_path / "text").write_text("some words " * 400)
     options = "--model bloom --tp 1 --dp 1 --documents separate --length 32 --batch 8 --val-batches 2"
     where = ["--data", str(tmp_path / "text"), "--runs", str(tmp_path / "runs")]
-    if by == "torchrun of an elastic run":  # as docs/launch.md has it
+    if by == "torchrun of an elastic run":  # as in docs/launch.md
         monkeypatch.setenv(launch.elastic.OWN_STORE, "1")
     if by != "the command":
         (found,) = errors_of(capsys, *options.split(), *where)
@@ -110,7 +110,7 @@ def test_an_empty_shard_and_a_short_text_are_found_with_all_the_rest(capsys, tmp
 
 
 def test_shards_are_cut_by_tensor_parallelism_first(capsys, tmp_path):
-    """Seven rows over two ranks are four and three; the three leave one of four data-parallel ranks without."""
+    """Two ranks hold four and three of seven rows. Of the three, one of four data-parallel ranks would get none."""
     sizes = "--width 8 --heads 2 --kv-heads 2 --mlp-width 7 --layers 1 --tp 2 --batch 12"
     narrow = [*sizes.split(), "--runs", str(tmp_path)]
     (found,) = errors_of(capsys, *narrow, "--dp", "4")

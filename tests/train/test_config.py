@@ -1,4 +1,4 @@
-"""Options: every fault of a command line is reported at once, and the schedule follows its formula."""
+"""Options: all faults of a command line are reported at once, and the schedule follows its formula."""
 
 import json
 import math
@@ -105,7 +105,7 @@ def test_shards_that_cannot_be_are_said(arguments, wanted):
 
 
 def test_microbatches_and_shards_are_options_by_their_own_names(tmp_path):
-    """A resumed run keeps what they say; those given again come first."""
+    """A resumed run keeps their values; options that are given again override them."""
     asked = f"--runs {tmp_path} --tp 2 --pp 2 --dp-shard 2 --dp-replicate 2 --microbatches 8".split()
     config = parse(asked)
     assert (config.data.accumulate, config.parallel.dp, config.parallel.copies(4)) == (8, 4, 2)
@@ -133,7 +133,7 @@ def test_a_vocabulary_without_a_tokenizer(arguments, wanted):
 
 
 def test_a_vocabulary_is_not_said_twice(tmp_path):
-    """A model's own tokenizer is not taken where its ids are given; one that is asked for is refused."""
+    """With token ids, a model's own tokenizer is ignored, and an explicit --tokenizer is refused."""
     (tmp_path / "tokenizer.json").touch()
     asked = ["--vocab-size", "500", "--data", "ids.npy"]
     assert parse(["--model", str(tmp_path)]).data.tokenizer == tmp_path

@@ -1,4 +1,4 @@
-"""Text becomes the same tokens everywhere, held-out text is never trained on, and batches do not know the layout."""
+"""Text gives the same tokens everywhere, held-out text is never trained on, and batches do not depend on the layout."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from fusedtp.train.mesh import World
 
 
 def write_corpus(folder: Path, files: int = 60, size: int = 400) -> Path:
-    """Folder of small texts, each with a content of its own."""
+    """A folder of small texts with different contents."""
     for i in range(files):
         path = folder / f"part{i % 4}" / f"file{i:03}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def test_a_single_file_is_cut(tmp_path):
 
 @pytest.mark.parametrize("damage", ["shorter", "empty", "no index", "index cut"])
 def test_damaged_tokens_are_made_again(tmp_path, damage):
-    """Fewer tokens would be other windows in another order, trained on without a word."""
+    """Otherwise a shorter file would silently give other windows in another order."""
     corpus = write_corpus(tmp_path / "corpus")
     folder = build_tokens((corpus,), tmp_path / "cache")
     kept = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -163,7 +163,7 @@ def tokens(tmp_path_factory):
 
 
 def rows(batches: Batches, step: int) -> torch.Tensor:
-    """[accumulate, rows, 2, length]: what a rank trains on in a step."""
+    """[accumulate, rows, 2, length]: the data of one rank in one step."""
     batches.load_state_dict({"samples": step * batches.batch})
     return torch.stack([torch.stack((batch.input_ids, batch.labels), 1) for batch in batches.step()])
 
@@ -206,7 +206,7 @@ def test_a_microbatch_knows_the_place_of_its_first_token(tokens):
 @settings(max_examples=50)
 @given(data=st.data(), size=st.integers(2, 400), length=st.integers(1, 40), seed=st.integers(0, 9))
 def test_an_epoch_visits_every_window_once_whoever_takes_it(tmp_path_factory, data, size: int, length: int, seed: int):
-    """On changing numbers of ranks, microbatches and batches, resumed in between."""
+    """Numbers of ranks, microbatches and batch sizes change, and the run resumes in between."""
     length = min(length, size - 1)
     folder = write_tokens(tmp_path_factory.mktemp("epoch"), np.arange(size), [size])
     count = (size - 1) // length
@@ -275,7 +275,7 @@ def test_separate_documents_token_by_token(tmp_path_factory, sizes: list[int], l
 
 
 def test_a_step_is_the_mean_over_all_its_labels_on_any_layout(tmp_path):
-    """Of documents that leave microbatches and ranks unequal numbers of labels."""
+    """The documents give microbatches and ranks unequal numbers of labels."""
     random = np.random.default_rng(0)
     folder = write_tokens(tmp_path, random.integers(0, 11, 300), [*range(3, 90, 3), 200, 300])
     config = ModelConfig(
@@ -295,18 +295,18 @@ def test_a_step_is_the_mean_over_all_its_labels_on_any_layout(tmp_path):
             of_ranks.append(sum(model(**batch.arguments()).loss.double().item() for batch in every))
         losses.append(sum(of_ranks) / dp)
     assert len(set(counts)) > 2, "numbers of labels differ"
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)  # each loss is fp32 at the end
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)  # each loss is rounded to fp32 in the end
 
 
 def test_validation_is_the_mean_over_all_its_labels_on_any_layout(tmp_path):
-    """Its first batch has documents of two tokens, the second one long document."""
+    """The first batch has documents of two tokens, the second one long document."""
     ids = np.random.default_rng(2).integers(0, 11, 260)
     folder = write_tokens(tmp_path, ids, [*range(2, 130, 2), 260])
     config = ModelConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     model = init_(CausalLM(config), 0, std=0.5)
     windows = Windows(folder, "held_out", 16, "separate")
     x, labels, positions, document_ids = windows.read(windows.spread(2 * 8))
-    want = model(x, labels, positions, document_ids).loss.item()  # divided by the labels that there are
+    want = model(x, labels, positions, document_ids).loss.item()  # divided by the actual number of labels
     first, second = ((half != -100).sum() for half in labels.chunk(2))
     assert 3 * first < 2 * second
     for dp, pieces in ((1, 1), (2, 2), (1, 4), (4, 1)):
@@ -345,7 +345,7 @@ def test_validation_is_the_same_held_out_text_on_any_layout(tokens):
 
 @pytest.fixture(scope="module", params=[40, 1 << 16, (1 << 16) + 1])
 def words(request, tmp_path_factory) -> Path:
-    """The folder of a tokenizer of words, with so many ids."""
+    """The folder of a word tokenizer with this many ids."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

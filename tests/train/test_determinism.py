@@ -1,4 +1,4 @@
-"""--determinism: what it switches on in a run, and that two runs are the same to the last bit."""
+"""--determinism: which settings it changes, and that two runs are bitwise equal."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.train.test_resume import arguments, trained
 
 
 def run_twice(group: Any, mesh: str, options: str, tokens: Path, folder: Path) -> list[Any]:
-    """(records, state) of two runs, by this rank."""
+    """(records, state) of two runs on this rank."""
     with deterministic(True):
         return [trained(group, mesh, options, tokens, folder / str(turn))[:2] for turn in range(2)]
 
@@ -29,7 +29,7 @@ def test_two_runs_are_the_same_to_the_last_bit(worlds, tokens, tmp_path, mesh, o
 
 
 def test_a_run_switches_it_on_for_itself_alone(book, tmp_path, monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # put back after the test
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # restored after the test
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)

@@ -1,4 +1,4 @@
-"""One run on a changing number of ranks: the same steps, once each."""
+"""A run on a changing number of ranks trains each step exactly once."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def batches(config: TrainConfig, tokens: Path, dp_rank: int = 0) -> Batches:
 
 
 def tokens_of_a_step(config: TrainConfig, tokens: Path) -> tuple[torch.Tensor, int]:
-    """What all data-parallel ranks read, in the order of the tokens' places; most rows that one has at a time."""
+    """The tokens that all data-parallel ranks read, in order of position, and the most rows in one microbatch."""
     every = [part for rank in range(config.parallel.dp or 1) for part in batches(config, tokens, rank).step()]
     every.sort(key=lambda part: part.first_token)
     return torch.cat([part.input_ids for part in every]), max(len(part.input_ids) for part in every)
@@ -116,11 +116,11 @@ def test_what_does_not_fit_is_told(options, ranks, told):
     assert all(each in why for each in told), why
 
 
-# -- ranks that are started again -------------------------------------------------------------------------------------
+# -- restarted ranks ---------------------------------------------------------------------------------------------------
 
 
 class Job:
-    """`fusedtp train` as torchrun starts it again and again, one rank; it ends after a step, or when it is done."""
+    """`fusedtp train` on one rank, started again and again as by torchrun. It ends after a step or when it is done."""
 
     def __init__(self, book: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.command = [
@@ -139,7 +139,7 @@ class Job:
         monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "1")  # type: ignore[func-returns-value]
 
     def start(self, *options: str, job: str = "none", count: int = 0, until: int = 14) -> tuple[int, list[int]]:
-        """Exit code, and the steps that were trained."""
+        """Exit code and the steps that it trained."""
         self.patch.setenv("TORCHELASTIC_RUN_ID", job)
         self.patch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
         trained = []
@@ -184,7 +184,7 @@ def test_what_ended_the_ranks_is_told_even_if_no_step_was_lost(job, capsys):
     again = "torchrun restarted the ranks"
     assert f"resumed at step 3, lost 0 steps, because {again}; rank 1, killed by SIGKILL\n" in capsys.readouterr().out
     assert job.start(until=6, count=2) == (0, [5])
-    assert f"resumed at step 5, lost 0 steps, because {again}\n" in capsys.readouterr().out  # ended in order
+    assert f"resumed at step 5, lost 0 steps, because {again}\n" in capsys.readouterr().out  # a regular end
 
 
 def test_without_a_name_torchruns_count_tells_a_restart(job):
@@ -196,7 +196,7 @@ def test_without_a_name_torchruns_count_tells_a_restart(job):
 
 
 def test_another_torchrun_of_the_same_name_is_another_job(job, monkeypatch, capsys):
-    """Under a fixed --rdzv-id only a torchrun that has trained the run before goes on with it unasked."""
+    """With a fixed --rdzv-id, only a torchrun that trained the run before may continue it without being asked."""
 
     def by(name: str, *options: str, **more: Any) -> Any:
         monkeypatch.setattr(elastic, "agent", lambda: name)
@@ -213,7 +213,7 @@ def test_another_torchrun_of_the_same_name_is_another_job(job, monkeypatch, caps
 
 
 def decided(group: Any, runs: Path, options: str) -> Any:
-    """What two ranks of two agents agree on."""
+    """The decision that two ranks of two agents agree on."""
     here = world_on(group, "tp2")
     with patch.object(elastic, "agent", lambda: f"agent {here.rank}"), patch.dict(os.environ, BOOKS):
         try:
@@ -271,7 +271,7 @@ def test_elastic_says_what_it_needs_of_torchrun(job, monkeypatch, capsys):
 
 
 def test_a_rank_that_others_leave_asks_to_be_started_again(job, monkeypatch):
-    """Its own torchrun asked nothing of it, so it must not end as a rank that is done."""
+    """Its own torchrun did not ask it to stop, so it must not exit like a finished rank."""
     monkeypatch.setattr(elastic, "NEWS_SECONDS", 0.1)
     monkeypatch.setattr(checkpoint.Saver, "asked", lambda self, patience=0.0: False)
     assert job.start("--elastic", until=4) == (launch.FAILED, [0, 1, 2, 3])
@@ -334,19 +334,19 @@ def test_a_killed_rank_is_started_again_by_the_command_itself(book, tmp_path):
     assert incidents(folder)[-1] == "ended in order"
 
 
-# -- two nodes, each an agent of torchrun with two ranks --------------------------------------------------------------
+# -- two nodes, each with one torchrun agent and two ranks -------------------------------------------------------------
 
 SOON = "join_timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
 
 
 class Node:
-    """torchrun and its two ranks; what it prints goes to a file."""
+    """torchrun and its two ranks; their output goes to a file."""
 
     def __init__(self, name: str, folder: Path, port: int, *options: str) -> None:
         self.output, self.mark = folder / f"{name}.txt", f"FUSEDTP_TEST_NODE={folder}/{name}"
         python, script = warm_python(), str(Path(__file__).with_name("paced_rank.py"))
         key, value = self.mark.split("=")
-        host = f",is_host={int(name == 'first')}"  # of the rendezvous, and so the node that must stay
+        host = f",is_host={int(name == 'first')}"  # hosts the rendezvous, so this node must stay
         torchrun = [
             "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two-nodes",
@@ -359,10 +359,10 @@ class Node:
             )  # fmt: skip
 
     def kill(self) -> None:
-        """As a node that loses its power: agent and ranks, at once.
+        """Kill agent and ranks at once, like a node that loses power.
 
-        The agent is the first: one that outlives its ranks for a moment joins the next rendezvous, dies in it, and the
-        other node waits for it.
+        The agent goes first. If it outlived its ranks for a moment, it would join the next rendezvous and die in it,
+        and the other node would wait for it.
         """
         self.agent.kill()
         for path in Path("/proc").glob("[0-9]*"):
@@ -391,7 +391,7 @@ def free_port() -> int:
 
 @pytest.mark.slow
 def test_a_run_goes_on_when_a_node_is_killed_and_when_it_is_back(book, tokens, tmp_path):
-    """4 ranks, 2, then 4: each step once, as one process does it."""
+    """4 ranks, then 2, then 4: each step is trained once and equals one process."""
     options = [*TINY.split(), "--tp", "2", "--dp", "2", "--data", str(book)]
     here = ["--runs", str(tmp_path), "--elastic", "--save-every", "4", "--replace"]
     folder, port, nodes = tmp_path / "main", free_port(), []
@@ -401,7 +401,7 @@ def test_a_run_goes_on_when_a_node_is_killed_and_when_it_is_back(book, tokens, t
         return nodes[-1]
 
     try:
-        # A node that is there before the rendezvous begins is in it.
+        # A node that exists before the rendezvous begins is included in it.
         second, first = started("second"), started("first")
         eventually(lambda: len(records_of(folder)) == 6 and steps_in(folder / CHECKPOINTS), first, second)
         second.kill()
@@ -412,7 +412,8 @@ def test_a_run_goes_on_when_a_node_is_killed_and_when_it_is_back(book, tokens, t
     finally:
         for node in nodes:
             node.kill()
-    # Rank 0 says it: the node whose agent has the lower process id, so not always the first, as they wrap.
+    # Rank 0 prints it. Rank 0 is on the node whose agent has the lower process id. Ids wrap, so this may be either
+    # node.
     told = " ".join(" ".join(node.output.read_text() for node in nodes).split())
     assert (
         "resumed at step 4, lost 2 steps, because 4 ranks became 2; now on 2 ranks, dp 1, tp 2, accumulate 2" in told

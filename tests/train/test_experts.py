@@ -1,4 +1,4 @@
-"""Training a mixture of experts: it equals one process, and says how its experts are used."""
+"""Training a mixture of experts equals one process and reports how the experts are used."""
 
 import json
 
@@ -89,7 +89,7 @@ def test_the_most_that_was_used_of_the_experts_room_is_kept():
 
 
 def rooms(group) -> list[int]:
-    """The room of this rank alone, and of both: rank 1 has five tokens, rank 0 three."""
+    """Capacity, rows used and rounds, of this rank alone and of both. Rank 1 has five tokens, rank 0 three."""
     model = tiny_model(recv_capacity=0.4, on_overflow="rounds")
     routings = model(torch.zeros(1, 3 + 2 * group.rank(), dtype=torch.long)).routings
     mesh, flat = meshes_of(2)

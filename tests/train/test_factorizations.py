@@ -1,10 +1,10 @@
-"""Every way to lay four ranks out gives the loss, the gradients and the norm of one process.
+"""Every factorization of four ranks gives the loss, the gradients and the norm of one process.
 
     --pp 2 --dp-replicate 1 --dp 1 --tp 2    and nine more, times tied embeddings, experts, schedules and kinds of --dp
 
-CI takes each mesh and each schedule at least once; FUSEDTP_ALL_MESHES=1 (`make test-meshes`) takes all that
-`faults` lets pass. Dropout is on, so that it has to depend on the place of a token alone; the vocabulary of 13 divides
-by no axis, nor do the 10 features of the MLP.
+CI tests each mesh and each schedule at least once. FUSEDTP_ALL_MESHES=1 (`make test-meshes`) tests all cases that
+`faults` accepts. Dropout is on, so it must depend only on a token's position. No axis divides the vocabulary of 13, and
+an axis of four does not divide the 10 features of the MLP.
 """
 
 import math
@@ -64,7 +64,7 @@ def axes_of(config: TrainConfig) -> Axes:
 
 
 def every_case() -> Iterator[str]:
-    """All that differ in what they compute, as far as they can be run."""
+    """All cases that compute differently, as far as they can run."""
     for (pp, copies, shards, tp), tied, experts in product(AXES, (False, True), (False, True)):
         mesh = f"--pp {pp} --dp {copies * shards} --dp-replicate {copies} --tp {tp}"
         model = ("--tie-embeddings " if tied else "") + (EXPERTS if experts else "")
@@ -84,7 +84,7 @@ if os.environ.get("FUSEDTP_ALL_MESHES") == "1":
 
 
 def config_of(options: str, folder: Path) -> TrainConfig:
-    """With a layer more than stages, or three where there are none: no two meshes have the same stages."""
+    """One layer more than stages, so stages are unequal, or three layers if there is no pipeline."""
     config = parse([*SIZES.split(), "--tp", "1", "--dp", "1", *options.split(), "--tokenizer", str(folder)])
     pp = config.parallel.pp
     layers = 1 + stage_count(config.parallel.schedule, pp) if pp > 1 else 3
@@ -98,7 +98,7 @@ def all_faults(config: TrainConfig) -> list[str]:
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tokenizer of 13 words."""
+    """The folder of a tokenizer with 13 words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -112,14 +112,14 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokens(words: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents that are mostly shorter than a window: microbatches have unequal numbers of labels."""
+    """Most documents are shorter than a window, so microbatches have unequal numbers of labels."""
     folder = tmp_path_factory.mktemp("documents")
     for i in range(60):
         (folder / f"{i:02}.txt").write_text(" ".join(f"w{i * j % 10}" for j in range(2 + i % 9)) + " .")
     return build_tokens((folder,), tmp_path_factory.mktemp("tokens"), tokenizer_of(words))
 
 
-Step = tuple[float, dict[str, Tensor], float, float]  # loss, gradients, their norm, the largest of them
+Step = tuple[float, dict[str, Tensor], float, float]  # loss, gradients, their norm, their largest entry
 
 
 def stepped(group: Any, options: str, words: Path, tokens: Path) -> Step:
@@ -154,12 +154,12 @@ def step_of(config: TrainConfig, here: World, tokens: Path) -> Step:
 
 @cache
 def alone(config: TrainConfig, tokens: Path) -> Step:
-    """The same in one process, whatever the mesh."""
+    """The same step in one process, without a mesh."""
     return step_of(config, World(), tokens)
 
 
 def model_and_data(config: TrainConfig) -> TrainConfig:
-    """What the loss and its gradients depend on."""
+    """Only the options on which the loss and its gradients depend."""
     return TrainConfig(config.model, config.data, run=config.run)
 
 

@@ -1,4 +1,4 @@
-"""Fine-tuning of models of transformers: a run equals one process, what is saved loads, and refusals are one line."""
+"""Fine-tuning of transformers models: a run equals one process, the saved model loads, and refusals are one line."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A small Llama with a tokenizer of single characters."""
+    """A small Llama with a character tokenizer."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     path = tmp_path_factory.mktemp("model")
@@ -135,7 +135,7 @@ def test_defaults_are_of_what_is_trained(folder):
 
 
 def test_a_resumed_run_has_the_options_that_it_had(corpus, folder, tmp_path):
-    """Those that depend on what is trained, too, and the folder of the trained model."""
+    """Includes options that depend on the model, and the folder of the trained model."""
     out = tmp_path / "out"
     begun = ["--model", str(folder), "--tp", "1", "--lr", "0.01", "--warmup", "0", "--out", str(out)]
     sizes = ["--steps", "2", "--batch", "2", "--length", "16", "--data", str(corpus), "--runs", str(tmp_path)]
@@ -171,7 +171,7 @@ def test_a_run_that_was_asked_to_end_writes_no_trained_model(corpus, folder, tmp
 
 @pytest.mark.parametrize("by", ["torchrun", "fusedtp"])
 def test_the_trained_model_is_written_under_a_torchrun_of_ones_own(corpus, folder, tmp_path, monkeypatch, by):
-    """Where this command has started the ranks, it writes the model itself, when all have ended."""
+    """If this command started the ranks, it writes the model itself after they all ended."""
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
     if by == "fusedtp":

@@ -1,4 +1,4 @@
-"""Models of transformers in the trainer: any mesh gives the loss and the gradients of transformers itself."""
+"""Transformers models in the trainer: any mesh gives the loss and gradients of transformers itself."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ SHAPE: dict[str, Any] = dict(
     max_position_embeddings=64, initializer_range=0.3,
 )  # fmt: skip
 POSITIONS = dict(vocab_size=256, hidden_size=16, max_position_embeddings=32, num_hidden_layers=1, num_attention_heads=2)
-# Classes, and not names: they are imported before ranks are forked.
+# Classes, not names, so that they are imported before ranks are forked.
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaForCausalLM, {}),
     "llama tied": (transformers.LlamaForCausalLM, {"tie_word_embeddings": True}),
@@ -56,7 +56,7 @@ SIZES = "--length 16 --batch 8 --accumulate 2 --documents separate --clip 1e9"
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents that are mostly shorter than a window."""
+    """Most documents are shorter than a window."""
     folder = tmp_path_factory.mktemp("book")
     for i in range(60):
         (folder / f"{i:02}.txt").write_text(f"{i} times {i} is {i * i}."[: 5 + i % 20])
@@ -65,7 +65,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of every family."""
+    """One checkpoint per family."""
     found = {}
     for name, (kind, more) in FAMILIES.items():
         torch.manual_seed(0)
@@ -87,7 +87,7 @@ Step = tuple[float, dict[str, Tensor], float]  # loss, gradients, their norm
 
 
 def stepped(group: Any, mesh: str, options: str, tokens: Path) -> Step:
-    """A step of the trainer on a mesh, without the optimizer."""
+    """One trainer step on a mesh, without the optimizer update."""
     from fusedtp.parallel import clip_grad_norm_
 
     here, config = world_on(group, mesh), parse(f"{SIZES} {options}".split())
@@ -105,7 +105,7 @@ def stepped(group: Any, mesh: str, options: str, tokens: Path) -> Step:
 
 
 def by_transformers(folder: Path, tokens: Path) -> Step:
-    """The same by transformers alone: every document by itself, its tokens' losses over the number of labels."""
+    """The same with transformers alone: one document at a time, sum of token losses over the number of labels."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     batches = list(Batches(tokens, length=16, batch=8, accumulate=2, documents="separate").step())
     labels = sum(int((batch.labels >= 0).sum()) for batch in batches)
@@ -121,7 +121,7 @@ def by_transformers(folder: Path, tokens: Path) -> Step:
                 loss.backward()
                 total += loss.detach()
                 alone += 1
-    assert alone > 12 and labels < 8 * 16  # documents end within windows
+    assert alone > 12 and labels < 8 * 16  # documents end inside windows
     gradients = {name: p.grad for name, p in model.named_parameters()}
     norm = torch.nn.utils.get_total_norm(list(gradients.values()))
     return total.item(), gradients, norm.item()
@@ -156,11 +156,11 @@ def test_a_mesh_gives_the_gradients_of_transformers_with_documents_apart(
     assert names == gradients.keys()
 
 
-# -- where it starts ---------------------------------------------------------------------------------------------------
+# -- initial weights ---------------------------------------------------------------------------------------------------
 
 
 def start(group: Any, mesh: str, options: str) -> dict[str, Tensor]:
-    """Every parameter that this rank has some of, whole."""
+    """Full values of all parameters of which this rank has a part."""
     model, _ = build_stages(parse(f"{SIZES} {options}".split()), world_on(group, mesh))
     return {
         name: p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for name, p in model.named_parameters()
@@ -236,7 +236,7 @@ def arguments(folder: Path, tmp_path: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of characters whose end is 3 and whose filling is 4; it has no beginning."""
+    """A character tokenizer with end id 3, padding id 4 and no begin id."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     path = tmp_path_factory.mktemp("vocabulary")
@@ -279,7 +279,7 @@ def test_an_exported_model_has_the_special_ids_of_its_vocabulary(vocabulary, tmp
 
 @pytest.mark.parametrize("of", ["tokenizer", "folder"])
 def test_an_exported_model_generates_as_its_folder_says(vocabulary, tmp_path, of):
-    """The ends and the draw of generation_config.json, but for the ids of another vocabulary."""
+    """It keeps the end ids and sampling settings of generation_config.json, except for ids of another vocabulary."""
     folder = tmp_path / "model"
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | {"bos_token_id": 1, "eos_token_id": 2}))
     own = {"bos_token_id": 1, "eos_token_id": [2, 5], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
@@ -351,7 +351,7 @@ def test_a_checkpoint_of_a_pipeline_loads_in_one_process(worlds, folders, tokens
     assert [name for name in found if not torch.equal(found[name], of_ranks[name])] == []
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def refusals(options: str, dp: int = 1, tp: int = 1) -> list[str]:
@@ -402,7 +402,7 @@ def test_a_folder_without_weights_and_ranks_that_would_be_empty_are_refused(tmp_
 
 
 def test_blocks_inside_of_blocks_are_gathered_with_them():
-    """transformers names both classes of Mamba; FSDP2 cannot shard a parameter twice."""
+    """transformers lists both block classes of Mamba, but FSDP2 cannot shard a parameter twice."""
     from transformers import MambaConfig, MambaForCausalLM
 
     sizes = dict(vocab_size=32, hidden_size=8, state_size=4, num_hidden_layers=2, intermediate_size=16)
@@ -421,9 +421,9 @@ def test_ids_that_a_model_does_not_have_are_refused(tmp_path: Path):
     ("model_type", "more", "most"),
     [
         ("gpt2", {}, 32),
-        ("opt", {"word_embed_proj_dim": 16, "ffn_dim": 16}, 32),  # its table has two rows more
-        ("gptj", {"rotary_dim": 8}, 32),  # of sines, and no parameter
-        ("roberta", {"is_decoder": True, "intermediate_size": 16, "pad_token_id": 1}, 30),  # counts from 2 on
+        ("opt", {"word_embed_proj_dim": 16, "ffn_dim": 16}, 32),  # its table has two extra rows
+        ("gptj", {"rotary_dim": 8}, 32),  # sines, not a parameter
+        ("roberta", {"is_decoder": True, "intermediate_size": 16, "pad_token_id": 1}, 30),  # counts from 2
         ("llama", {"intermediate_size": 16}, None),
     ],
 )
@@ -446,7 +446,7 @@ def test_a_small_copy_shows_a_loss_of_its_own_and_stages_that_differ(monkeypatch
 
     def doubled(self, *args, **kwargs):
         found = forward(self, *args, **kwargs)
-        found.last_hidden_state = found.last_hidden_state * 2  # in every stage once
+        found.last_hidden_state = found.last_hidden_state * 2  # once in every stage
         return found
 
     monkeypatch.setattr(transformers.LlamaModel, "forward", doubled)
@@ -466,7 +466,7 @@ def test_a_small_copy_shows_a_loss_of_its_own_and_stages_that_differ(monkeypatch
 
 
 class Scaled(transformers.LlamaForCausalLM):
-    """Gives back another tensor than its loss: of the same value, or of another."""
+    """Returns a new loss tensor, of the same or of another value."""
 
     by = 1.0
 
@@ -495,5 +495,5 @@ def test_a_loss_that_a_model_passes_on_changed_is_refused_where_it_is_trained():
     llama.by = 2.0
     with pytest.raises(ValueError, match="Scaled adds another term to the loss"):
         model(ids, ids + 1, num_labels=12.0)
-    with torch.no_grad():  # as the trial does, which names it with all other faults
+    with torch.no_grad():  # the trial runs without gradients; it reports this along with all other faults
         assert model(ids, ids + 1, num_labels=12.0).loss.item() == 2 * plain

@@ -1,6 +1,6 @@
-"""The loop: a step that failed on the device updates no parameter; the validation loss is that of all ranks' text.
+"""The loop: a step that fails on the device updates no parameter; the validation loss covers all ranks' text.
 
-The trainer of a user's own parts is torch's plain loop on one process; what the documentation shows of it runs.
+A trainer of user-defined parts equals torch's plain loop in one process, and the examples in the documentation run.
 """
 
 import re
@@ -34,7 +34,7 @@ from tests.train.test_stages import model_of
 
 @dataclass(frozen=True)
 class FailingWorld(World):
-    """A world in which a kernel fails; `failed` lists the steps whose failure the host can see by now."""
+    """A world with a failing kernel. `failed` lists the steps whose failure the host can see already."""
 
     failed: list[int] = field(default_factory=list)
 
@@ -44,7 +44,7 @@ class FailingWorld(World):
 
 
 class Late:
-    """A norm on the device: the failure of its step is seen when the host has waited for it, not before."""
+    """A norm on the device. The host sees the failure of its step only after waiting for it."""
 
     def __init__(self, failed: list[int], step: int) -> None:
         self.failed, self.step = failed, step
@@ -97,7 +97,7 @@ def test_validation_drops_nothing_and_training_goes_on():
 
 
 def validate(group) -> tuple[float, float]:
-    """The validation loss in a world of two data-parallel ranks, and that of this rank's batches alone."""
+    """The validation loss over two data-parallel ranks, and over this rank's batches alone."""
     mesh, flat = meshes_of(2)
     world = World(2, rank=group.rank(), mesh=mesh, flat=flat)
     model, batches = small_model(0.0), drawn_batches(group.rank())
@@ -107,11 +107,11 @@ def validate(group) -> tuple[float, float]:
 def test_the_validation_loss_is_the_mean_over_the_data_parallel_ranks(worlds):
     (first, alone_0), (second, alone_1) = worlds(2).run(validate)
     assert alone_0 != alone_1
-    rounded = torch.tensor([alone_0, alone_1]).sum().item() / 2  # the sum in fp32, as it is reduced
+    rounded = torch.tensor([alone_0, alone_1]).sum().item() / 2  # summed in fp32, as the reduction does
     assert first == second == rounded
 
 
-# -- a trainer of the user's own parts ---------------------------------------------------------------------------------
+# -- a trainer of user-defined parts -----------------------------------------------------------------------------------
 
 PAGE = Path(__file__).parents[2] / "docs" / "train.md"
 FIRST, *BLOCKS = re.findall(
@@ -120,7 +120,7 @@ FIRST, *BLOCKS = re.findall(
 
 
 def run_page(group: Any, folder: str) -> tuple[int, int, list[int]]:
-    """All blocks, one behind the other: steps of the first trainer and of the last, and the checkpoints."""
+    """Run all blocks in order. Returns the steps of the first and the last trainer, and the checkpoints."""
     names: dict[str, Any] = {"__name__": "__main__"}
     with chdir(folder):
         exec(compile(FIRST, PAGE.name, "exec"), names)
@@ -150,7 +150,7 @@ def own_model() -> CausalLM:
 
 @cache
 def plain_loop(steps: int, batches_a_step: int) -> list[tuple[float, float]]:
-    """Losses and norms of torch's own loop over all batches of a step at once."""
+    """Losses and norms of torch's plain loop over all batches of a step at once."""
     model = init_(own_model().to_empty(device="cpu"), 0, std=0.3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     every, found = own_batches(steps * batches_a_step), []
@@ -190,7 +190,7 @@ def own_trainer(group: Any, axis: str, accumulate: int, steps: int) -> list[tupl
 
 @pytest.mark.parametrize(("axis", "accumulate"), [("tp", 4), ("dp", 2), ("pp", 4)])
 def test_own_parts_train_like_the_plain_loop(worlds, axis: str, accumulate: int):
-    """Means over all labels of a step, whatever rank and microbatch they are in; dropout by the token's place."""
+    """Means are over all labels of a step, on any rank and microbatch; dropout depends on the token's position."""
     want = plain_loop(3, 4)
     for found in worlds(2).run(own_trainer, axis, accumulate, 3):
         assert [pytest.approx(pair, rel=2e-5) for pair in want] == found
@@ -213,13 +213,13 @@ def trainer_on_axes_of_one(group: Any, steps: int) -> list[tuple[float, float]]:
 
 
 def test_axes_of_one_train_like_the_plain_loop(worlds):
-    """A stage, a shard and a part that are each the whole go the way of those that are not."""
+    """Pipeline, data and tensor axes of size one use the same code as larger ones."""
     (found,) = worlds(1).run(trainer_on_axes_of_one, 3)
     assert [pytest.approx(pair, rel=2e-5) for pair in plain_loop(3, 4)] == found
 
 
 class Stateful:
-    """As torchdata's loaders: goes on where its state says."""
+    """Like torchdata's loaders: it continues from its state."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -239,7 +239,7 @@ class Stateful:
 
 @pytest.mark.parametrize("make", [Stateful, lambda: own_batches(3)], ids=["stateful", "list"])
 def test_data_goes_on_where_it_was(make):
-    """Over the end of the iterable, which starts again."""
+    """Includes the end of the iterable, after which it restarts."""
     loader = FromLoader(make(), World(), accumulate=2)
     seen = []
     for _ in range(4):
@@ -253,7 +253,7 @@ def test_data_goes_on_where_it_was(make):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_torchdatas_loader_goes_on_where_it_was(num_workers: int):
-    """Shuffled anew in every epoch, with workers that read ahead of what was taken."""
+    """Each epoch is reshuffled, and workers read ahead."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     rows = [{"input_ids": torch.full((4,), i)} for i in range(10)]
@@ -299,7 +299,7 @@ def test_labels_default_to_the_next_token_of_the_document():
 
 
 def counted(group: Any, lengths: list[int], labels: list[int]) -> tuple[int, float]:
-    """Tokens of a step, and what its losses are divided by, of ranks with so long rows and so many labels."""
+    """The number of tokens of a step and the loss divisor, for ranks with these row lengths and numbers of labels."""
     mesh, flat = meshes_of(2)
     rank = group.rank()
     ids = torch.ones(2, lengths[rank], dtype=torch.int64)
@@ -316,7 +316,7 @@ def counted(group: Any, lengths: list[int], labels: list[int]) -> tuple[int, flo
     [([8, 4], [3, 2], (24, 2.5)), ([4, 8], [1, 0], (24, 0.5)), ([4, 4], [0, 0], (16, 0.5))],
 )
 def test_tokens_and_labels_are_those_of_all_ranks(worlds, lengths: list[int], labels: list[int], want):
-    """A single label on two ranks too: the mean over ranks of what is divided by a half is its loss."""
+    """Also a single label on two ranks: its loss divided by 0.5 and averaged over the ranks is its loss."""
     assert worlds(2).run(counted, lengths, labels) == [want] * 2
 
 
@@ -332,7 +332,7 @@ def test_validation_comes_last_or_every_so_many_steps(val_every: int, steps: lis
 
 @pytest.mark.parametrize("make", [lambda: small_model(0.0), lambda: small_foreign()], ids=["own", "transformers"])
 def test_documents_are_apart_by_positions_or_by_their_numbers(make):
-    """Each by itself says what both say: no document sees another."""
+    """Positions alone and document ids alone work like both: no document sees another."""
     ids = torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(0))
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1], [7, 3, 3, 3, 3, 3, 4, 4, 4]])
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 0, 1, 2]])
@@ -395,7 +395,7 @@ def test_batches_that_would_train_something_else_are_refused(batch: dict[str, to
     ],
 )
 def test_what_is_no_batch_is_refused(batch: Any, why: str):
-    """A TensorDataset gives lists, a tokenizer lists of lists."""
+    """A TensorDataset yields lists, and a tokenizer yields lists of lists."""
     with pytest.raises(ValueError, match=why):
         next(FromLoader([batch], World()).step())
 
@@ -411,10 +411,10 @@ def test_a_batch_of_transformers_collator_is_refused():
 @pytest.mark.parametrize(
     ("ids", "labels"),
     [
-        ([[7, 7, 7, 7]], [[7, 7, 7, 7]]),  # one token over and over
+        ([[7, 7, 7, 7]], [[7, 7, 7, 7]]),  # the same token repeated
         ([[7, 7, 7, 7], [8, 8, 8, 8]], [[7, 7, 7, 7], [8, 8, 8, -100]]),
         ([[7, 7, 7, 8, 8]], [[7, 7, -100, 8, 8]]),  # two documents
-        ([[1, 2, 3, 4]], [[-100, -100, -100, 4]]),  # one answer, which follows the row
+        ([[1, 2, 3, 4]], [[-100, -100, -100, 4]]),  # one answer token, which follows the row
         ([[1, 2, 3, 4]], [[-100, 2, -100, -100]]),
         ([[1, 2, 3, 4]], [[2, 3, 4, 4]]),
         ([[1, 2, 3, 4]], [[-100] * 4]),
@@ -435,13 +435,13 @@ def test_what_a_trainer_cannot_train_is_refused():
 
 
 def test_an_optimizer_of_other_parameters_is_refused(worlds):
-    """Such as one that was made before parallelize, or shard, put others in their place: it would train none."""
+    """For example one created before parallelize or shard replaced the parameters: it would train nothing."""
     found = worlds(2).run(early_optimizer)
     assert all("created before" in each and each.startswith("the optimizer has parameters") for each in found)
     model, other = small_model(0.0), small_model(0.0)
     with pytest.raises(ValueError, match="parameters that are not the model's"):
         loop.Trainer(model, [], torch.optim.SGD(other.parameters()))
-    loop.Trainer(model, [], torch.optim.SGD([model.norm.weight]))  # all others stay as they are
+    loop.Trainer(model, [], torch.optim.SGD([model.norm.weight]))  # the other parameters stay frozen
 
 
 def early_optimizer(group: Any) -> str:

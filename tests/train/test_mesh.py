@@ -1,4 +1,4 @@
-"""The ranks of a job: where they lie, and that none goes on before all have arrived."""
+"""The ranks of a job: where they run, and that none continues before all have arrived."""
 
 import os
 import time
@@ -11,12 +11,12 @@ from tests.harness import pool
 
 
 def arrive_one_by_one(group, folder: Path) -> list[int]:
-    """Each rank arrives after the rank before it and some time more; returns which had arrived when it went on."""
+    """Each rank arrives some time after the rank before it. Returns which ranks had arrived when it continued."""
     rank, size = group.rank(), group.size()
     world = World(tp=size, rank=rank, host_group=dist.new_group(backend="gloo"))
     while rank and not (folder / str(rank - 1)).exists():
         time.sleep(0.01)
-    time.sleep(0.2)  # in which an earlier rank that does not wait goes on
+    time.sleep(0.2)  # time in which an earlier rank would continue if it did not wait
     (folder / str(rank)).touch()
     world.wait_for_all()
     return [other for other in range(size) if (folder / str(other)).exists()]

@@ -1,4 +1,4 @@
-"""Records: waiting is a share of the step where it is measured, and nowhere 0 % because nobody looked."""
+"""Records: waiting time is a share of the step if it is measured, and missing, not 0 %, if it is not."""
 
 import errno
 import io
@@ -20,7 +20,7 @@ from tests.harness.warm import warm_python
 
 
 def record_run(device: str, folder, monkeypatch) -> tuple[dict, dict, str]:
-    """The last record, the summary and the screen of two steps on two ranks of such a device."""
+    """The last record, the summary and the screen output of two steps on two ranks with this device."""
     where = World(tp=2, device=torch.device(device), mesh=MagicMock())
     config, screen = TrainConfig(), Console(file=io.StringIO(), width=110)
     monkeypatch.setattr(type(config.run), "folder", folder)
@@ -42,7 +42,7 @@ def test_one_damaged_line_costs_that_line_alone(tmp_path, bad):
     lines = results.Lines(path)
     lines.append({"step": 0})
     path.write_bytes(path.read_bytes() + bad)
-    lines.append({"step": 1})  # not behind a cut line, but on one of its own
+    lines.append({"step": 1})  # on a new line, not appended to a cut one
     assert [record["step"] for record in results.records_of(tmp_path)] == [0, 1]
 
 
@@ -64,7 +64,7 @@ def test_a_full_disk_ends_no_run(tmp_path, monkeypatch, capsys):
         results.JsonLines(tmp_path / "metrics.jsonl")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # from TensorBoard's writer
 @pytest.mark.parametrize("when", ["at first", "later", "at last"])
 def test_events_that_cannot_be_written_end_no_run(tmp_path, monkeypatch, capsys, when):
     def full(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""fp16's loss scale: which steps are left out, that all ranks leave out the same, and that scaling no more."""
+"""fp16's loss scale: which steps are skipped, that all ranks skip the same ones, and that it changes no more."""
 
 import math
 from itertools import pairwise
@@ -62,7 +62,7 @@ MODELS = {
 
 
 def gradients(group: Any, options: str, tokens: Path, scale: float) -> tuple[float, dict[str, torch.Tensor]]:
-    """Of one step with this loss scale, divided by it again."""
+    """Gradients of one step with this loss scale, unscaled again."""
     config = parse(f"{SIZES} {options}".split())
     pp = config.parallel.pp
     mesh, flat = meshes_of(1, pp=pp) if pp > 1 else (None, {})
@@ -80,7 +80,7 @@ def gradients(group: Any, options: str, tokens: Path, scale: float) -> tuple[flo
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_a_power_of_two_changes_no_gradient_by_a_bit(worlds, tokens: Path, options: str):
-    """In fp32: every part of the loss is scaled, once, that of routers and of a pipeline's stages too."""
+    """In fp32, every part of the loss is scaled exactly once, including router losses and losses of pipeline stages."""
     ranks = worlds(2)
     for plain, scaled in zip(
         ranks.run(gradients, options, tokens, 1.0),
@@ -99,9 +99,9 @@ def test_a_power_of_two_changes_no_gradient_by_a_bit(worlds, tokens: Path, optio
 def trained(
     group: Any, mesh: str, options: str, tokens: Path, folder: Path | None = None, bad: tuple[int, ...] = ()
 ) -> tuple[list[dict[str, Any]], list[list[torch.Tensor]], dict[str, Any]]:
-    """Train; rank 1 puts an infinity into its part of the gradients of steps `bad`.
+    """Train. Rank 1 puts an infinity into its part of the gradients in the steps `bad`.
 
-    Returned are the records, the parameters before every step and at the end, and the scale's state.
+    Returns the records, the parameters before every step and at the end, and the scale's state.
     """
     here = world_on(group, mesh)
     config = parse(f"{SIZES} {options}".split())
@@ -146,7 +146,7 @@ def test_all_ranks_leave_out_the_step_that_overflows_on_one(worlds, tokens: Path
 
 
 def test_a_run_whose_first_steps_overflow_is_that_of_one_process(worlds, tokens: Path):
-    """2^27 times a gradient of about 1 is far above fp16's largest number, 65504: real overflows, no made ones."""
+    """2^27 times a gradient of about 1 is far above fp16's maximum, 65504, so the overflows are real."""
     options = f"--dtype fp16 --steps 14 --loss-scale {2.0**27} --reduce-dtype bf16"
     config = parse(f"{SIZES} {options}".split())
     (records, *_), (others, *_) = worlds(2).run(trained, "dp2", options, tokens)
@@ -168,7 +168,7 @@ def test_a_run_that_gathers_in_bf16_is_that_of_one_process_and_keeps_its_weights
     for records, seen, _ in ranks:
         found = compare(config, records, *theirs)
         assert found.passed and found.steps == 8, found
-        held = seen[-2]  # before the last update; a validation, which comes after it, leaves parameters gathered
+        held = seen[-2]  # before the last update; the validation after it leaves parameters gathered
         assert {each.dtype for each in held} == {torch.float32}
         assert any(not torch.equal(each, each.bfloat16().float()) for each in held)
 
@@ -205,7 +205,7 @@ def test_a_checkpoint_from_before_loss_scales_loads(tokens: Path, tmp_path: Path
 
 
 def norm_with_nan(group: Any, kind: float) -> float:
-    """Of a gradient sharded over two ranks, whose second half holds a NaN."""
+    """The norm of a gradient that is sharded over two ranks and has a NaN in its second half."""
     mesh, _ = meshes_of(2)
     parameter = torch.nn.Parameter(
         DTensor.from_local(torch.ones(3), mesh["dp"], [torch.distributed.tensor.Shard(0)], run_check=False)

@@ -1,4 +1,4 @@
-"""fusedtp report: one page that needs nothing else, of a run that is done, goes on, or has failed."""
+"""fusedtp report: one self-contained page about a run that is finished, still running, or failed."""
 
 import json
 import math
@@ -20,7 +20,7 @@ OPTIONAL_END = {"tr", "td", "th", "thead", "tbody"}
 
 
 class Outline(HTMLParser):
-    """Checks that tags close, and collects the text, the tags and what they refer to."""
+    """Checks that tags close. Collects the text, the tags and their references."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def reading(step: int, compute: tuple[float, float] = (0.3, 0.1)) -> dict:
 
 
 def written(folder: Path) -> Path:
-    """A run of two pipeline ranks that goes on: everything but a summary."""
+    """The files of an unfinished run of two pipeline ranks: everything except the summary."""
     folder.mkdir()
     steps = [
         {
@@ -109,7 +109,7 @@ def test_a_page_says_what_the_run_wrote_and_loads_nothing(tmp_path, capsys):
         "3.2 MB", "12 ms", "removed", "0.125", "2.99", "bf16",
     ):  # fmt: skip
         assert said in found.text, said
-    assert "<b>it began</b>" in found.text and found.text.count("it began") == 1  # escaped, and said once
+    assert "<b>it began</b>" in found.text and found.text.count("it began") == 1  # escaped, and shown once
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "ranks.jsonl", "pipeline.json", "config.json", "versions.json"])
@@ -136,7 +136,7 @@ def test_lines_that_a_kill_has_cut_and_steps_that_were_lost_do_not_count(tmp_pat
         file.write('{"step": 20, "lo')
     found = Outline(page(folder))
     assert "not finished: step 20 of 50" in found.text
-    assert "compute 44%" in found.text  # 0.2 + 0.015 of 0.2 + 0.2 + 6 x 0.015, the means of two ranks
+    assert "compute 44%" in found.text  # 0.2 + 0.015 of 0.2 + 0.2 + 6 x 0.015, the means over two ranks
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint is the run that never stopped: to the last bit on the same mesh."""
+"""A resumed run equals the uninterrupted run, bit for bit on the same mesh."""
 
 import json
 import os
@@ -49,7 +49,7 @@ Trained = tuple[list[dict[str, Any]], dict[str, torch.Tensor], list[float], list
 def trained(group: Any, mesh: str, options: str, tokens: Path, folder: Path, resume: bool = False) -> Trained:
     """Train to the end, from the start or from the folder's last checkpoint, and save every MIDDLE steps.
 
-    Returned are the steps' numbers, the whole state, what all generators draw next, and the saved steps.
+    Returns the steps' numbers, the whole state, the next draws of all generators, and the saved steps.
     """
     here = world_on(group, mesh)
     config = parse(f"{SIZES} {options}".split())
@@ -73,14 +73,14 @@ def trained(group: Any, mesh: str, options: str, tokens: Path, folder: Path, res
 
 
 def middle_of(folder: Path, copy: Path) -> Path:
-    """A folder with the checkpoint that a run left in its middle, and nothing later."""
+    """A folder that has only the checkpoint from the middle of a run."""
     shutil.copytree(path_of(folder, MIDDLE), path_of(copy, MIDDLE))
     return copy
 
 
 @pytest.fixture(scope="module")
 def at_once(worlds, tokens: Path, tmp_path_factory: pytest.TempPathFactory):
-    """at_once(mesh, options): what `trained` gives on each rank of a run that never stops, and its folder."""
+    """at_once(mesh, options): results of `trained` on each rank of an uninterrupted run, and its folder."""
 
     @cache
     def of(mesh: str, options: str) -> tuple[list[Trained], Path]:
@@ -137,7 +137,7 @@ def test_on_another_mesh_the_order_stays_and_losses_are_within_rounding(
         assert [record["step"] for record in records] == [2, 3]
         for record, wanted in zip(records, wanted_records[MIDDLE:], strict=True):
             assert record["lr"] == wanted["lr"]
-            assert record["loss"] == pytest.approx(wanted["loss"], rel=4 * bound)  # two steps' roundings and more
+            assert record["loss"] == pytest.approx(wanted["loss"], rel=4 * bound)  # two steps' roundings, with margin
             before = wanted_records[MIDDLE - 1]["loss"]
             assert abs(record["loss"] / before - 1) > 100 * bound, "other tokens, other loss"
     draws = [draws for _, _, draws, _ in then]
@@ -148,7 +148,7 @@ def test_on_another_mesh_the_order_stays_and_losses_are_within_rounding(
 
 
 def with_loader(group: Any, dp: int, tp: int, folder: Path, resume: bool) -> tuple[list[tuple[float, float]], Any, str]:
-    """A trainer whose loader has a state of its own, from the start to step 4, or from step 2 on."""
+    """Train with a stateful loader, from the start to step 4, or from step 2 on."""
     mesh, model = mesh_of(dp=dp, tp=tp), model_of(tied=False)
     parallelize(model, mesh["tp"])
     shard(model, mesh["dp"])
@@ -168,7 +168,7 @@ def with_loader(group: Any, dp: int, tp: int, folder: Path, resume: bool) -> tup
 
 
 def test_each_data_parallel_rank_goes_on_with_its_own_loader(worlds, tmp_path: Path):
-    """Tensor-parallel peers with that of theirs; another number of ranks with as many batches dropped."""
+    """Tensor-parallel peers share a loader state. With another number of ranks, as many batches are dropped."""
     ranks = worlds(4)
     at_once = ranks.run(with_loader, 2, 2, tmp_path, False)
     for then, wanted in zip(ranks.run(with_loader, 2, 2, tmp_path, True), at_once, strict=True):
@@ -245,12 +245,12 @@ def test_more_steps_and_an_earlier_checkpoint(book, tmp_path, capsys):
     assert cli.main([*again, "--steps", "8"]) == 0
     folder = tmp_path / "main"
     assert [step for step, loss, _ in losses(folder) if loss] == list(range(8))
-    assert cli.main([*again, "--step", "2"]) == 0  # with the 8 steps of the run before
+    assert cli.main([*again, "--step", "2"]) == 0  # with --steps 8 from the previous run
     assert steps_in(folder / CHECKPOINTS) == [2, 4, 6, 8]
     assert len(list((folder / CHECKPOINTS).glob("aside-*"))) == 3
     told = capsys.readouterr().out
     assert "resumed at step 2, lost 6 steps, because --step 2 was asked for; newer checkpoints" in told
-    assert cli.main(again) == 0  # all steps are done
+    assert cli.main(again) == 0  # no steps are left
     assert "no step was trained" in capsys.readouterr().out
 
 
@@ -309,7 +309,7 @@ def test_without_saving_a_resumed_run_leaves_all_checkpoints_as_they_are(book, t
 
 
 def test_first_steps_of_other_options_are_not_compared_with_one_process(book, tmp_path, capsys):
-    """With more --steps the learning rates of all steps are others than those that the first ones had."""
+    """More --steps change the learning rate of every step, including the first ones."""
     assert cli.main(arguments(book, tmp_path, "--verify", "--verify-steps", "5")) == 0
     again = ["train", "--runs", str(tmp_path), "--resume"]
     assert cli.main(again) == 0 and "against one process (5 steps)" in capsys.readouterr().out
@@ -343,7 +343,7 @@ def test_what_a_run_cannot_go_on_from_is_refused_with_all_that_differs(book, tmp
 
 
 def test_a_folder_that_no_run_can_go_on_from_is_refused_before_ranks_start(book, tmp_path, monkeypatch, capsys):
-    """Of a newer version, of another program, damaged or empty: each is named, together with what else is wrong."""
+    """A checkpoint is of a newer version or another program, damaged or empty. The error lists all other faults too."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("ranks were started")
@@ -407,7 +407,7 @@ def test_two_runs_on_one_folder_are_refused(book, tmp_path, capsys):
 
 
 def test_a_run_folder_that_cannot_be_made_is_told_in_one_line(tmp_path):
-    """As a rank finds it, on a disk that is full."""
+    """A rank may meet the same error on a full disk."""
     (tmp_path / "file").touch()
     with (
         pytest.raises(ValueError, match=r"cannot write the run to .*file/main: Not a directory"),
@@ -418,7 +418,7 @@ def test_a_run_folder_that_cannot_be_made_is_told_in_one_line(tmp_path):
 
 @pytest.mark.parametrize("choice", ["continue", "stop"])
 def test_a_full_disk_ends_the_run_or_not_as_asked(book, tmp_path, monkeypatch, capsys, choice):
-    """No file may grow beyond 20 kB while the checkpoint of step 2 is written; there is room again for the next."""
+    """A file size limit of 20 kB applies while step 2 is saved; the next save has room again."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limited(options, step):
@@ -468,7 +468,7 @@ with patch("fusedtp.commands.run.learning_rate", killed):
 
 @pytest.mark.slow
 def test_a_run_whose_rank_was_killed_goes_on_and_says_why(book, tmp_path):
-    """Two ranks; the second dies in step 5, the run goes on from step 4."""
+    """Two ranks: the second dies in step 5, and the run continues from step 4."""
     where = ["--tp", "2", "--data", str(book), "--runs", str(tmp_path), "--length", "16", "--save-every", "2"]
     whole_run = command("-m", "fusedtp", "train", *TINY, *where, "--name", "whole")
     assert whole_run.returncode == 0, whole_run.stderr
@@ -528,7 +528,7 @@ sys.exit(cli.main(["train", *sys.argv[3:]]))
 @pytest.mark.slow
 @pytest.mark.parametrize(("phase", "by"), [("forward", "SIGKILL"), ("backward", "SIGSEGV"), ("send", "SIGABRT")])
 def test_a_rank_killed_in_a_pipeline_ends_the_run_which_goes_on_later(book, tmp_path, capsys, phase, by):
-    """The second stage dies in step 5, in each kind of its work; one process goes on from step 4."""
+    """The second stage dies in step 5, in its forward, backward or send. One process continues from step 4."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED_IN)
     pipeline = ["--layers", "2", "--pp", "2", "--tp", "1", "--accumulate", "2"]
@@ -538,7 +538,7 @@ def test_a_rank_killed_in_a_pipeline_ends_the_run_which_goes_on_later(book, tmp_
     assert died.returncode != 0
     assert f"exitcode: -{signal.Signals[by]}" in died.stderr or " by peer" in died.stderr, (
         died.stderr
-    )  # whoever ended first
+    )  # depends on who ended first
     assert steps_in(tmp_path / "main" / CHECKPOINTS) == [2, 4]
     again = ["train", "--runs", str(tmp_path), "--resume", "--pp", "1", "--tp", "1", "--accumulate", "1"]
     assert cli.main(again) == 0
@@ -547,7 +547,7 @@ def test_a_rank_killed_in_a_pipeline_ends_the_run_which_goes_on_later(book, tmp_
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
-    """`fusedtp train`, whose ranks torchrun starts."""
+    """`fusedtp train` that starts its ranks with torchrun."""
     python = warm_python()
     return subprocess.Popen(
         [python, "-m", "fusedtp", "train", *arguments], env=environment() | {"PYTHON_EXEC": python},
@@ -579,7 +579,7 @@ def process_of_rank(rank: int, runs: Path) -> int:
 
 @pytest.mark.slow
 def test_a_killed_rank_then_a_preemption_through_the_launcher(book, tmp_path):
-    """The launcher notes which rank was killed; SIGTERM to it saves and ends with exit code 0."""
+    """The launcher reports which rank was killed. On SIGTERM, it saves and exits with code 0."""
     folder = tmp_path / "main"
     where = ["--tp", "2", "--data", str(book), "--runs", str(tmp_path), "--length", "16", "--save-every", "2"]
     job = started(*TINY, *where, "--steps", "100000")

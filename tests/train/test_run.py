@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model: what they write, that they equal one process, and that a wrong one is found out."""
+"""Whole runs of a tiny model: what they write, that they equal one process, and that a wrong run is detected."""
 
 import json
 import os
@@ -28,7 +28,7 @@ TINY = [*SIZES.split(), "--val-every", "4", "--val-batches", "2", "--sample", "8
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Threads of a tiny model only wait for each other."""
+    """With a tiny model, several threads only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -43,7 +43,7 @@ def corpus(tmp_path_factory) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """This environment without what an outer torchrun may have put there, one thread a rank."""
+    """This environment with one thread per rank, without variables of an outer torchrun."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -55,7 +55,7 @@ def command(
     folder: Path | None = None,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """`cold`: with the Python that a user has, not one that has imported torch; `cold_ranks`: those of torchrun."""
+    """`cold`: the user's Python, not one that has already imported torch; `cold_ranks`: only for torchrun's ranks."""
     python = sys.executable if cold else warm_python()
     ranks = {} if cold or cold_ranks else {"PYTHON_EXEC": python}
     return subprocess.run(
@@ -133,7 +133,7 @@ def test_one_process_trains_and_leaves_its_results(corpus, tmp_path, capsys):
 
 
 def test_files_that_are_not_trained_on_are_said(tmp_path, capsys):
-    """With text of another encoding a part of a folder would be missing without a word."""
+    """Otherwise files in another encoding would be missing silently."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for i in range(4):
@@ -143,7 +143,7 @@ def test_files_that_are_not_trained_on_are_said(tmp_path, capsys):
     assert "skipped" not in capsys.readouterr().out
     (folder / "4.txt").write_text("grün " * 90, encoding="latin-1")
     (folder / "5.txt").write_text((folder / "1.txt").read_text())
-    for _ in range(2):  # from token files that are there, too
+    for _ in range(2):  # the second time from existing token files
         assert cli.main([*some, "--data", str(folder)]) == 0
         said = capsys.readouterr().out
         assert (
@@ -193,7 +193,7 @@ def test_accumulation_gives_the_same_training(corpus, tmp_path):
         lines = (tmp_path / "main" / "metrics.jsonl").read_text().splitlines()
         return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
-    # Accumulating changes the order of sums only; in six steps at this rate, no step's roundings are amplified.
+    # Accumulation only changes the order of sums. In six steps at this rate, no step's roundings are amplified.
     assert losses(4) == pytest.approx(losses(1), rel=6 * rounding(parse(TINY)))
 
 
@@ -267,11 +267,11 @@ def test_ranks_together_train_like_one_process(corpus, tmp_path, layout):
     assert {*columns, *rows, "lm_head"} <= set(calls), calls
     assert calls[columns[0]] == calls[columns[1]] > 0 and calls[rows[0]] == calls[rows[1]] > 0, calls
     assert "one process" in done.stdout
-    assert 0 <= summary["wait_share"] < 1  # 0 where none had to sleep, see tests/comm
+    assert 0 <= summary["wait_share"] < 1  # 0 if no rank had to sleep, see tests/comm
 
 
 def broken(breakage: str, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """A run on two ranks with something broken; see broken_rank.py."""
+    """A two-rank run with a deliberate fault; see broken_rank.py."""
     script = str(Path(__file__).with_name("broken_rank.py"))
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return command(*ranks, script, breakage, *TINY, *arguments, folder=folder)
@@ -301,7 +301,7 @@ def test_a_failing_rank_ends_the_job_with_its_message(corpus, tmp_path):
     assert done.returncode != 0
     assert "the disk of rank 1 is full" in done.stderr
     own = [line for line in done.stderr.splitlines() if line.startswith('  File "') and "in train_step" in line]
-    assert len(own) == 1, own  # not of rank 0, which fails because rank 1 died; torchrun's report is indented more
+    assert len(own) == 1, own  # not on rank 0, which fails because rank 1 died; torchrun's report has more indent
     assert [path for path in Path("/proc").glob("[0-9]*/cwd") if _target(path) == tmp_path] == []
 
 
@@ -318,7 +318,7 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_rank_that_dies_is_named_with_its_exit_and_its_last_lines(corpus, tmp_path, end):
-    """Rank 1 ends as it starts, without an exception that it could hand on."""
+    """Rank 1 ends at its start, without an exception to report."""
     (tmp_path / "sitecustomize.py").write_text(LAST_WORDS + f"    {end}\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     where = ["--data", str(corpus), "--runs", str(tmp_path)]
@@ -343,8 +343,9 @@ def test_a_rank_that_dies_is_named_with_its_exit_and_its_last_lines(corpus, tmp_
 
 
 def test_the_rank_that_died_is_named_and_not_those_that_noticed(tmp_path):
-    """Of ranks that record an error: the first. One that died without a record comes before them, unless torchrun
-    ended it after another failed."""
+    """Among ranks that record an error, the first is named. A rank that died without a record comes before them, unless
+    torchrun ended it after another failed.
+    """
 
     def failure(rank: int, exitcode: int, recorded: int | None = None, message: str = "") -> ProcessFailure:
         path = tmp_path / f"{rank}.json"

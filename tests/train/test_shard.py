@@ -1,4 +1,4 @@
-"""Data parallelism: every kind gives the gradients of one process, and sends as often as its name says."""
+"""Data parallelism: every kind gives the gradients of one process and sends as many messages as it should."""
 
 import json
 import tempfile
@@ -20,7 +20,7 @@ from tests.train.support import assert_gradients, meshes_of
 from tests.train.test_stages import alone, batches_of, half_of, model_of
 
 MICROBATCHES, BLOCKS = 3, 5
-# messages of a step: parameters gathered, gradients scattered, gradients reduced; a unit is a block or the rest
+# Messages of a step: parameter gathers, gradient scatters, gradient reductions. A unit is a block or the rest.
 UNITS = BLOCKS + 1
 MESSAGES = {
     "zero3": (MICROBATCHES * (UNITS + BLOCKS), MICROBATCHES * UNITS, 0),
@@ -32,7 +32,7 @@ Found = tuple[dict[str, Tensor], float, tuple[int, int, int]]
 
 
 def trained(group: Any, kind: str) -> Found:
-    """Gradients of a step, their norm, and the messages of the next one."""
+    """Gradients of a step, their norm, and the message counts of the next step."""
     mesh, flat = meshes_of(2, copies=2 if kind == "ddp" else 1)
     model = model_of(False)
     shard(model, mesh["dp_replicate", "dp_shard"] if kind == "ddp" else mesh["dp"], kind=kind)

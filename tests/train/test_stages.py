@@ -70,7 +70,7 @@ def batches_of(count: int, length: int, seed: int) -> list[Microbatch]:
 def alone(
     tied: bool, steps: tuple[tuple[int, int], ...], moe: MoEConfig | None = None
 ) -> list[tuple[float, dict[str, Tensor], float, float]]:
-    """Loss, gradients, norm and held-out loss of every step in one process; (microbatches, length) of each."""
+    """Loss, gradients, norm and held-out loss of each step in one process. steps: (microbatches, length) of each."""
     model = init_(model_of(tied, moe).to_empty(device="cpu"), 0, std=0.3)
     found = []
     for step, (count, length) in enumerate(steps):
@@ -101,7 +101,7 @@ def pipelined(
     steps: tuple[tuple[int, int], ...],
     moe: MoEConfig | None = None,
 ) -> tuple[list[tuple[float, dict[str, Tensor], float, float]], list[str]]:
-    """Loss, gradients, norm and held-out loss of every step, and the operations of this rank in their order."""
+    """Loss, gradients, norm and held-out loss of each step, and this rank's operations in order."""
     order: list[str] = []
     run = Operation._run
 
@@ -155,7 +155,7 @@ def steps_of_pipeline(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("pp", "tp", "tied"), [(2, 1, False), (2, 1, True), (2, 2, True)])
 def test_every_schedule_gives_the_gradients_of_one_process(worlds, schedule: str, pp: int, tp: int, tied: bool):
-    every_change = ((4, 8), (4, 5), (6, 5))  # of length, then of the number of microbatches
+    every_change = ((4, 8), (4, 5), (6, 5))  # the length changes, then the number of microbatches
     compare(worlds, schedule, pp, tp, tied, ((4, 8), (6, 5)) if tied else every_change)
 
 
@@ -168,7 +168,7 @@ def compare(
     steps: tuple[tuple[int, int], ...],
     moe: MoEConfig | None = None,
 ):
-    """Losses, gradients and norms of a pipeline with those of one process."""
+    """Compare losses, gradients and norms of a pipeline with those of one process."""
     every = worlds(pp * tp).run(pipelined, schedule, pp, tp, tied, steps, moe)
     for stage in range(pp):
         first, *others = (order for _, order in every[stage * tp : (stage + 1) * tp])
@@ -180,7 +180,7 @@ def assert_same(
     every: Sequence[list[tuple[float, dict[str, Tensor], float, float]]],
     want: list[tuple[float, dict[str, Tensor], float, float]],
 ):
-    """What the ranks of a pipeline found in every step against one process."""
+    """Compare each step on the ranks of a pipeline with one process."""
     names: set[str] = set()
     for found in every:
         for (loss, gradients, norm, evaluated), (wanted_loss, wanted, wanted_norm, wanted_evaluated) in zip(
@@ -197,7 +197,7 @@ def assert_same(
 def with_flex_attention(
     group: Any, schedule: str, tp: int, recompute: Recompute | None, steps: tuple[tuple[int, int], ...]
 ) -> tuple[list[tuple[float, dict[str, Tensor], float, float]], int]:
-    """The steps, and how often attention was flex attention's."""
+    """The results of the steps, and the number of calls to flex attention."""
     from torch.nn.attention import flex_attention
 
     taken = 0
@@ -208,7 +208,7 @@ def with_flex_attention(
         return mask.flex(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        # On a CPU torch has this backward, by its definition, and refuses to be asked for it.
+        # torch can run this backward on a CPU, but refuses to by default.
         patch.setattr(flex_attention, "_validate_device", lambda *qkv: None)
         patch.setattr(attention, "attention_mask", lambda *given: mask.attention_mask(*given[:4], use_flex=True))
         patch.setattr(attention, "flex", counted)
@@ -229,11 +229,11 @@ def with_flex_attention(
 def test_block_masks_of_flex_attention_in_a_backward_of_two_passes(
     worlds, schedule: str, tp: int, recompute: Recompute | None
 ):
-    """Its mask is no tensor and reads the documents of the microbatch: torchtitan 3584."""
+    """Its mask is not a tensor and reads the documents of the microbatch: torchtitan 3584."""
     steps = ((4, 8), (4, 5))
     every = worlds(2 * tp).run(with_flex_attention, schedule, tp, recompute, steps)
     assert_same([found for found, _ in every], alone(False, steps))
-    training, evaluation = 4 * (1 + (recompute is not None)), 4  # microbatches, of each layer
+    training, evaluation = 4 * (1 + (recompute is not None)), 4  # microbatches per layer
     assert sum(taken for _, taken in every) == tp * len(steps) * 5 * (training + evaluation), "of 5 layers"
 
 
@@ -247,7 +247,7 @@ def test_losses_of_routers_reach_every_stage(worlds, schedule: str, tp: int):
 def messages_of(
     group: Any, schedule: str, recompute: Recompute | None = None, engine: str = "auto"
 ) -> dict[str, dict[str, int]]:
-    """Of a step on two stages of two tensor-parallel ranks, by layers."""
+    """Communication calls per layer in one step, on two stages of two tensor-parallel ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     model = model_of(False)
     parallelize(model, mesh["tp"], engine=engine)
@@ -275,7 +275,7 @@ def test_weight_gradients_that_come_later_repeat_no_communication(worlds, recomp
             for layer in [layer for layer in of_whole if "+" in layer or layer == "lm_head"]:
                 n, m = (sum(of.pop(layer).values()) for of in (of_whole, of_later))
                 assert n <= m <= n + n // 2, layer
-    for of_whole, of_later in zip(whole, later, strict=True):  # a stack's gradients of norms in one call, or each
+    for of_whole, of_later in zip(whole, later, strict=True):  # norm gradients: one call per stack, or one each
         stack, each = (sum(of.pop("all_reduce_rows").values()) for of in (of_whole, of_later))
         assert 4 <= stack < each <= 4 * (3 * 2 + 1), "4 microbatches of 3 layers, or of 2 and what is behind them"
     assert later == whole

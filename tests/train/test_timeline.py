@@ -1,4 +1,4 @@
-"""A recorded step: every pass of its schedule once, after what it waits for; recording changes no gradient."""
+"""A recorded step has every pass of its schedule once and in dependency order. Recording changes no gradient."""
 
 import json
 from collections import Counter
@@ -42,8 +42,10 @@ def pipeline_of(group: Any, schedule: str) -> Pipeline:
 
 
 def recorded(group: Any, schedule: str) -> tuple[list[list[Action]], list[float], bool, Any, Any]:
-    """Of three equal steps the second is recorded: its actions, the gradients' norms, whether a clock is left; the
-    order that torch's schedule has, and what the step was idle."""
+    """Record the second of three equal steps.
+
+    Returns its actions, all gradient norms, whether a clock is left behind, torch's order, and the idle shares.
+    """
     pipeline = pipeline_of(group, schedule)
     told: list[list[Action]] = []
     norms, batches = [], batches_of(MICROBATCHES, 8, 0)
@@ -83,12 +85,12 @@ def test_every_pass_once_and_after_what_it_waits_for(worlds, schedule: str):
         own = [action for action in actions if action.rank == rank]
         assert all(one.end <= other.begin for one, other in pairwise(own))
     assert ("I" in {action.kind for action in actions}) == (schedule in TWO_PASSES)
-    of_order = listed or recorded_order(actions)  # the list names what ran, or the costs would lack a pass
+    of_order = listed or recorded_order(actions)  # the list names all that ran, or the costs would lack a pass
     assert found[1] == ideal(of_order, mean_cost(actions))[0] and all(0 < share < 1 for share in found)
 
 
 def written(group: Any, options: str) -> str:
-    """What this rank says."""
+    """The console output of this rank."""
     pipeline, config, console = pipeline_of(group, "1f1b"), parse(options.split()), screen(group.rank() != 0)
     with console.capture() as said:
         record_step(pipeline, config, World(rank=group.rank()), console)

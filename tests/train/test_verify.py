@@ -1,4 +1,4 @@
-"""What --verify calls equal: rounding passes in every step, and anything larger or not finite does not."""
+"""What --verify accepts: rounding differences pass in every step; larger differences and non-finite values fail."""
 
 import math
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 STEPS = 20
 TINY = "--width 32 --mlp-width 50 --layers 1 --length 32 --batch 8 --warmup 2"
 
-# Three made-up steps; the shaken run is off by one part in 1000 of the loss and two of the norm, all in step 1.
+# Three made-up steps. The shaken run differs only in step 1, by 1/1000 of the loss and 2/1000 of the norm.
 REFERENCE = [
     {"loss": 5.0, "grad_norm": 2.0},
     {"loss": 4.0, "grad_norm": 1.0},
@@ -34,7 +34,7 @@ SPREADS = {"loss": (0.0, 1e-3, 1e-3), "grad_norm": (0.0, 2e-3, 2e-3)}
 
 
 def differing(records: list[dict[str, float]], step: int, **factors: float) -> list[dict[str, float]]:
-    """The records with one step's numbers multiplied."""
+    """The records with the numbers of one step multiplied by factors."""
     return [
         {name: value * (factors.get(name, 1.0) if i == step else 1.0) for name, value in record.items()}
         for i, record in enumerate(records)
@@ -46,7 +46,7 @@ SHAKEN = differing(REFERENCE, 1, loss=1 + 1e-3, grad_norm=1 - 2e-3)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[str, tuple]:
-    """Precision -> config, reference and shaken run of a tiny model over all steps, and other runs by name."""
+    """Precision -> config, reference run and shaken run of a tiny model over all steps, and other runs by name."""
     folder = tmp_path_factory.mktemp("verify")
     (folder / "book.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
     tokens = build_tokens((folder / "book.txt",), folder / "tokens")
@@ -126,7 +126,7 @@ def test_what_is_not_finite_is_not_equal(wrong):
 @pytest.mark.parametrize("step", [0, 12, STEPS - 1])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_loss_that_is_slightly_off_fails_in_every_step(trained, dtype, off, step, sign):
-    """About twice the bound of the last step, which is 5e-6 in fp32 and 1% in bf16, whose roundoff alone is 0.4%."""
+    """About twice the bound of the last step: 5e-6 in fp32 and 1% in bf16, where roundoff alone is 0.4%."""
     config, reference, shaken, _others = trained[dtype]
     factor = 1 + sign * off
     assert len(bounds(config, reference, shaken)) == STEPS
@@ -138,7 +138,7 @@ def test_a_loss_that_is_slightly_off_fails_in_every_step(trained, dtype, off, st
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("run", ["shaken otherwise", "in two microbatches"])
 def test_another_run_with_other_roundings_passes(trained, dtype, run):
-    """Neither run took part in the bound, which one draw of shaking made."""
+    """The bound comes from one draw of shaking. Neither of these runs contributed to it."""
     config, reference, shaken, others = trained[dtype]
     assert others[run] not in (reference, shaken)
     result = compare(config, others[run], reference, shaken)
@@ -158,7 +158,7 @@ def test_where_rounding_may_cause_anything_nothing_is_compared():
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_shaking_moves_every_parameter_by_what_a_rounding_may_change(name, dtype):
-    """At least u, up to the fp32 rounding of the product; at most two fp32 units where one is 2 u."""
+    """By at least u, up to the fp32 rounding of the product, and by at most two fp32 units if one is 2 u."""
     model = torch.nn.Linear(40, 50)
     before = [p.clone() for p in model.parameters()]
     unit = torch.finfo(dtype).eps / 2

@@ -1,4 +1,4 @@
-"""`fusedtp warmup`: every shape of a configuration is seen, and a run's folder is not touched."""
+"""`fusedtp warmup` covers every shape of a configuration and does not touch a run's folder."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ SIZES = "--width 32 --mlp-width 50 --length 16 --batch 8 --steps 1 --val-every 4
 
 
 def shapes_of(config: Any, tokens: Path, here: World) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Shapes of what the modules of a model take, and of their weights, in a step of the trainer."""
+    """Input shapes and weight shapes of a model's modules in one trainer step."""
     model, pipeline = build_stages(config, here)
     seen = set()
 

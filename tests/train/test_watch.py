@@ -1,4 +1,4 @@
-"""Watching a run: ranks that are slow are named, even ones are not; what bounds a step; losses; NaN's origin."""
+"""Watching a run: only slow ranks are named; what bounds a step; losses; where a NaN began."""
 
 import json
 import math
@@ -87,7 +87,7 @@ even = st.lists(st.floats(0.09, 0.11), min_size=2, max_size=8)
 
 @given(even, st.data())
 def test_a_rank_three_times_as_slow_is_named_and_no_other(times, data):
-    """Its peers wait for it, so that their steps are as long as its own."""
+    """Its peers wait for it, so their steps take as long."""
     slow = data.draw(st.integers(0, len(times) - 1))
     kind = data.draw(st.sampled_from(["compute", "data", "optimizer"]))
     times[slow] = 0.33
@@ -99,7 +99,7 @@ def test_a_rank_three_times_as_slow_is_named_and_no_other(times, data):
 @given(even, even)
 def test_even_ranks_raise_no_alarm(compute, data):
     count = min(len(compute), len(data))
-    waits = [0.0] * (count - 1) + [5.0]  # a wait is not slowness
+    waits = [0.0] * (count - 1) + [5.0]  # waiting does not count as slow
     assert not stragglers(reading(compute=compute[:count], data=data[:count], tp_wait=waits))
 
 
@@ -113,7 +113,7 @@ def test_stages_of_a_pipeline_may_differ_as_their_costs_do():
     (named,) = stragglers(uneven, stages=[0, 1, 2, 3], cost=[1, 1, 1, 1])
     assert named.rank == 0
     assert not stragglers(uneven, stages=[0, 1, 2, 3], cost=[3, 1, 1, 1])
-    two = reading(compute=[0.1, 0.1, 0.3, 0.3])  # two ranks a stage: they are compared with each other
+    two = reading(compute=[0.1, 0.1, 0.3, 0.3])  # two ranks per stage are compared with each other
     assert not stragglers(two, stages=[0, 0, 1, 1], cost=[1, 1, 1, 1])
     (named,) = stragglers(reading(compute=[0.1, 0.1, 0.1, 0.3]), stages=[0, 0, 1, 1], cost=[1, 1, 1, 1])
     assert named.rank == 3
@@ -169,7 +169,7 @@ def test_a_jump_is_noted_once_and_falling_noisy_losses_are_not(seed, height):
 
 
 def test_memory_is_what_the_process_has_had_at_most():
-    """To within what Linux counts late, a few pages a thread."""
+    """Up to what Linux counts late, a few pages per thread."""
     here, size = torch.device("cpu"), 128 << 20
     before = peak_memory(here)
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -181,7 +181,7 @@ def test_memory_is_what_the_process_has_had_at_most():
 
 
 def test_a_disk_that_is_full_ends_no_run(tmp_path, capsys):
-    """It is said once for as long as it lasts, and what was cut costs no other line."""
+    """The error is printed once while it lasts, and a cut line does not damage others."""
     watch, path = Watch(World(), 1, tmp_path), tmp_path / "ranks.jsonl"
 
     def two_steps(step: int) -> str:
@@ -202,7 +202,7 @@ def test_a_disk_that_is_full_ends_no_run(tmp_path, capsys):
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 
-MESHES = {  # (pp, dp, tp) of two ranks, and options
+MESHES = {  # (pp, dp, tp) of two ranks, options
     "tp": ((1, 1, 2), ""),
     "dp": ((1, 2, 1), ""),
     "ddp": ((1, 2, 1), "--data-parallel ddp"),
@@ -211,7 +211,7 @@ MESHES = {  # (pp, dp, tp) of two ranks, and options
 
 
 class Slow:
-    """Every rank sleeps in a module's forward, or in reading data; rank 1 `factor` times as long."""
+    """Every rank sleeps in a module's forward or when reading data; rank 1 sleeps `factor` times as long."""
 
     def __init__(self, kind: str, factor: float) -> None:
         self.kind, self.factor = kind, factor
@@ -231,12 +231,12 @@ class Slow:
 
 
 def first_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Of what this rank has of the model."""
+    """The first layer on this rank, in a list."""
     return [module for name, module in model.named_modules() if name.startswith("layers.") and name.count(".") == 1][:1]
 
 
 class Poison:
-    """In some steps, or once in them, something of `rank` is NaN: what a module makes, its gradient, a weight."""
+    """Put a NaN on `rank` in some steps, or once: in a module's output, in its gradient, or in a weight."""
 
     def __init__(self, what: str, name: str, rank: int = 1, steps: Collection[int] = (2,), once: bool = False) -> None:
         self.what, self.name, self.rank, self.steps, self.once, self.done = what, name, rank, steps, once, False
@@ -270,7 +270,7 @@ def steps_of(options: str) -> int:
 
 @cache
 def bounded_meshes(dp: int, tp: int, pp: int, timeout: float) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
-    """Whose groups wait so many seconds; see Note [Meshes of tests]."""
+    """Meshes whose groups have this timeout; see Note [Meshes of tests]."""
     return meshes("cpu", dp, tp, tp, pp, timeout=timeout)
 
 
@@ -283,7 +283,7 @@ def made(
     tell: Callable[[str], None] = print,
     timeout: float = 60.0,
 ) -> Trainer:
-    """A rank's trainer of two."""
+    """The trainer of one of two ranks."""
     (pp, dp, tp), more = MESHES[mesh]
     on, flat = bounded_meshes(dp, tp, pp, timeout)
     own = host_groups()[0]
@@ -301,7 +301,7 @@ def made(
 def train(
     group: Any, mesh: str, options: str, tokens: Path, breakage: Any = None, folder: Path | None = None
 ) -> dict[str, Any]:
-    """Train as configured, with something broken; what is left of it."""
+    """Train as configured, with a breakage, and return the results."""
     told: list[str] = []
     trainer = made(group, mesh, options, tokens, folder, told.append)
     if breakage is not None:
@@ -342,7 +342,7 @@ def test_a_slow_rank_of_a_run_is_named_whatever_its_peers_wait_in(worlds, tokens
 
 def test_a_rank_that_reads_slowly_is_named_for_its_data(worlds, tokens):
     short, _ = worlds(2).run(train, "dp", f"--steps {LEAST_STEPS}", tokens, Slow("data", 20))
-    assert not short["told"]  # the first step, which warms up, does not count
+    assert not short["told"]  # the first step is warm-up and does not count
     first, _ = worlds(2).run(train, "dp", "", tokens, Slow("data", 20))
     (line,) = first["told"]
     assert "rank 1 on " in line and " is slow in data: " in line
@@ -355,7 +355,7 @@ def test_an_even_run_raises_no_alarm(worlds, tokens, mesh):
     assert first["verdict"].startswith("bound by ")
 
 
-FAULTS = {  # mesh, what is broken, what is said of it
+FAULTS = {  # mesh, breakage, expected message
     "tp output": ("tp", Poison("output", "layers.1.mlp"), "output of layers.1.mlp, microbatch 0, on rank 1 ("),
     "dp output": ("dp", Poison("output", "layers.0.self_attn"), "layers.0.self_attn, microbatch 0, on rank 1 ("),
     "pp output": ("pp", Poison("output", "layers.0.mlp", 0), "output of layers.0.mlp, microbatch 0, on rank 0 ("),
@@ -389,7 +389,7 @@ def test_a_skipped_step_changes_no_parameter_and_no_order_of_the_data(worlds, to
         False,
     ]
     assert first["samples"] == second["samples"] == 5 * 8
-    (line,) = [line for line in first["told"] if "slow" not in line]  # a loaded machine may hold a rank up
+    (line,) = [line for line in first["told"] if "slow" not in line]  # a loaded machine may delay a rank
     assert line.startswith("step 3: ") and line.endswith("; the step was skipped")
 
 
@@ -401,7 +401,7 @@ def test_a_run_whose_every_step_is_skipped_ends(worlds, tokens):
 
 
 def test_no_step_is_skipped_for_a_parameter_that_is_nan(worlds, tokens):
-    """Else checkpoints with it would take the place of good ones until the run ends."""
+    """Otherwise bad checkpoints would replace good ones until the run ends."""
     for each in worlds(2).run(train, "dp", "--on-nan skip", tokens, Poison("weight", "norm")):
         assert "parameters were not finite before the step: norm.weight of rank 1 (" in each["error"]
         assert each["error"].endswith("resume an earlier checkpoint with --resume --step")
@@ -420,7 +420,7 @@ def test_a_run_ends_after_bad_steps_in_a_row_alone():
 
 
 def test_a_stage_that_was_given_nan_is_not_where_it_began():
-    """The later stage calls fewer modules before its first bad output."""
+    """A later stage may have called fewer modules before its first bad output."""
     first = Found(0, "box-a", forward=Event(9, "layers.1.mlp", 2, made=True))
     second = Found(1, "box-b", forward=Event(1, "layers.2.input_layernorm", 2, made=False))
     for found in ([first, second], [second, first]):
@@ -440,15 +440,15 @@ def test_gradients_of_fp16_that_overflow_are_the_loss_scales():
     assert len(asked) == 3
 
 
-# -- ranks that do not come --------------------------------------------------------------------------------------------
+# -- ranks that hang --------------------------------------------------------------------------------------------------
 
 
 def hang(group: Any, mesh: str, tokens: Path, folder: Path, frozen: bool = False, rank: int = 1) -> None:
-    """A rank stops in the forward pass of step 2, until the other one has said so; or all of its process, at once."""
+    """One rank stops in the forward of step 2 until the other reports it; if `frozen`, its process stops at once."""
 
     def stop(*given: Any) -> None:
-        if frozen:  # in its first step, before its pulse has beaten
-            os.kill(os.getpid(), signal.SIGSTOP)  # until the world kills it
+        if frozen:  # in its first step, before its first heartbeat
+            os.kill(os.getpid(), signal.SIGSTOP)  # until the world kills the process
         while trainer.step == 2 and not (folder / HANG).exists():
             time.sleep(0.05)
 
@@ -497,7 +497,7 @@ def test_a_frozen_rank_that_holds_the_store_is_named(tokens, tmp_path, mesh):
 
 
 class SlowStore(dict[str, str]):
-    """Takes its time once, as a machine that is moved does."""
+    """Slow once, like a machine that is being migrated."""
 
     def set(self, name: str, value: str) -> None:
         if not self:
@@ -512,7 +512,7 @@ class SlowStore(dict[str, str]):
 def test_a_store_that_was_slow_once_is_asked_again():
     pulse = Pulse(World(dp=2), Clocks(), lambda: 0, beat=0.02)
     pulse._store = SlowStore()
-    assert not pulse._write() and pulse._read() == []  # its time is over after ten beats
+    assert not pulse._write() and pulse._read() == []  # the time limit is ten beats
     time.sleep(0.5)
     assert pulse._write() and [each.rank for each in pulse._read()] == [0]
     with pytest.raises(KeyError):
@@ -520,7 +520,7 @@ def test_a_store_that_was_slow_once_is_asked_again():
 
 
 def out_of_order(group: Any, mesh: str, tokens: Path, folder: Path) -> None:
-    """Rank 1 sums something up in the forward pass of step 2, which the other one does not."""
+    """In the forward of step 2, rank 1 calls an all-reduce that the other rank does not."""
 
     def more(*given: Any) -> None:
         if trainer.step == 2:
@@ -545,11 +545,11 @@ def test_ranks_whose_collectives_are_out_of_order_are_named_with_their_last_call
 
 
 def leaving(group: Any, mesh: str, tokens: Path, *said: str) -> tuple[str, str]:
-    """Each rank leaves with an error that says its own of these; what comes out."""
+    """Each rank exits with an error of its own from `said`. Returns the exception that comes out."""
     trainer = made(group, mesh, "", tokens)
 
     def connected(*given: Any, **more: Any) -> dist.TCPStore:
-        time.sleep(0.3 * group.rank())  # the first rank must not be gone by then
+        time.sleep(0.3 * group.rank())  # the first rank must still be there
         return dist.TCPStore(*given, **more)
 
     try:
@@ -584,7 +584,7 @@ def test_a_connection_closed_by_one_that_died_is_no_timeout(worlds, tokens):
 
 
 def leaving_late(group: Any, tokens: Path, late: int) -> tuple[str, float]:
-    """One rank's wait times out eight beats after that of the other; what comes out, after how many seconds."""
+    """One rank's wait times out eight beats after the other's. Returns the error and the seconds until it came."""
     trainer = made(group, "dp", "", tokens)
     began = time.monotonic()
     try:
@@ -605,7 +605,7 @@ def test_a_rank_whose_wait_times_out_later_still_learns_where_the_others_are(wor
     found = worlds(2).run(leaving_late, tokens, late)
     for told, seconds in found:
         assert told.startswith("all ranks wait, in different calls: rank 0 on "), told
-        assert seconds < KEPT * 0.25  # the first rank stays for the other one, not for as long as it may
+        assert seconds < KEPT * 0.25  # the first rank waits for the other, but not for the maximum time
 
 
 def place(rank: int, beat: int = 5, kind: str = "compute", **more: Any) -> Position:
@@ -616,7 +616,7 @@ def test_who_hangs_is_judged_by_who_waits_and_who_still_speaks():
     waits, gave_up = place(0, kind="dp_wait"), place(1, gave_up=True)
     told, hung = judge([waits], [place(0, 8, "dp_wait"), gave_up, place(2, 8)], 3)
     assert hung == {2} and told.startswith("rank 2 on box has been in compute of step 8 for 9 s; its last call was")
-    told, hung = judge([place(2)], [gave_up, place(2, kind="tp_wait")], 3)  # rank 2 stands still, rank 0 never spoke
+    told, hung = judge([place(2)], [gave_up, place(2, kind="tp_wait")], 3)  # rank 2 is frozen, rank 0 never reported
     assert (
         hung == {0, 2}
         and "rank 2 on box no longer responds; it was last seen in tp_wait of step 8" in told
@@ -652,11 +652,11 @@ def test_only_waits_that_timed_out_make_a_report(error, is_one):
 
 
 def out_of_step(group: Any, what: str, tokens: Path) -> None:
-    """Rank 1 of a tensor-parallel run takes other tokens, or goes through its layers in another order."""
+    """Rank 1 of a tensor-parallel run reads fewer rows, or skips an attention and so calls layers in another order."""
     trainer = made(group, "tp", "", tokens)
     if group.rank() == 1 and what == "shape":
         read, steps = Windows.read, count()
-        # the first batch is compared by itself
+        # the first batch is compared separately
         trainer.batches.train.read = lambda starts: read(trainer.batches.train, starts[:-1] if next(steps) else starts)
     if group.rank() == 1 and what == "order":
         layer = trainer.model.layers[1]

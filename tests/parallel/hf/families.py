@@ -1,8 +1,8 @@
-"""Small models of transformers: of every configuration with a tensor-parallel plan, and of those without.
+"""Small models of every transformers configuration that has a tensor-parallel plan, and of some that have none.
 
-families    those with a causal language model
-towers      text models without one: of vision-language models, and encoders
-UNPLANNED   causal language models without a plan, for which one is inferred
+families    have a plan and a causal language model
+towers      have a plan but no causal language model: text models of vision-language models, and encoders
+UNPLANNED   causal language models without a plan; their plan is inferred
 """
 
 import importlib
@@ -20,12 +20,12 @@ transformers.logging.set_verbosity_error()
 
 
 def _rotary(*sections: int, **more: Any) -> dict[str, Any]:
-    """Rotary embeddings of three positions each."""
+    """Multimodal rotary embeddings: each token has three positions."""
     own = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections), **more}
     return {"rope_parameters": own}
 
 
-# What the rules of the small configuration do not give, or what their values contradict.
+# Extra settings, where small_config sets no value or one that contradicts the rest.
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 4},
@@ -60,10 +60,10 @@ MORE: dict[str, dict[str, Any]] = {
     "step3p5": {"sliding_window": 8},
 }
 
-# Families without a small configuration -> why.
+# Families that have no small configuration -> reason.
 LARGE = {"phi4_multimodal": "its vision and audio towers have fixed widths"}
 
-# Configurations with a plan, without a causal language model, that are no towers of text -> why.
+# Configurations with a plan that are neither causal language models nor text towers -> reason.
 OTHERS = {
     **dict.fromkeys(
         (
@@ -92,7 +92,7 @@ OTHERS = {
 }
 
 
-# transformers has a plan for their head alone.
+# transformers' plan covers only the head.
 HEAD_ONLY = ("bamba", "diffllama", "gpt_oss")
 
 
@@ -116,17 +116,17 @@ def _planned(causal: bool) -> list[str]:
 
 
 def families() -> list[str]:
-    """Names of the configurations, as in AutoConfig."""
+    """Configuration names, as in AutoConfig."""
     return _planned(causal=True)
 
 
 def towers() -> list[str]:
-    """Names of the configurations, as in AutoConfig."""
+    """Configuration names, as in AutoConfig."""
     return [name for name in _planned(causal=False) if name not in OTHERS]
 
 
 def class_of(name: str) -> type[PreTrainedModel]:
-    """The causal language model, or the tower."""
+    """The model class: the causal language model, or the tower."""
     config = CONFIG_MAPPING[name]
     if config in MODEL_FOR_CAUSAL_LM_MAPPING:
         found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[config]
@@ -142,13 +142,13 @@ def class_of(name: str) -> type[PreTrainedModel]:
 
 def config_of(name: str, **changes: Any) -> Any:
     whole, more = CONFIG_MAPPING[name](), MORE.get(name, {})
-    text = whole.get_text_config()  # as AutoModelForCausalLM takes it
+    text = whole.get_text_config()  # AutoModelForCausalLM uses it too
     config = text if class_of(name).config_class is type(text) else whole
     return small_config(config, 4, **{**more, **changes})
 
 
 def model_of(name: str, attention: str | None = None, **changes: Any) -> nn.Module:
-    """A small one in fp32 with random weights, the same on every rank; also norms and biases are random."""
+    """A small fp32 model with random weights, equal on every rank. Norms and biases are random too."""
     config = config_of(name, **changes)
     if attention is not None:
         config._attn_implementation = attention

@@ -1,4 +1,4 @@
-"""What torchrun tells a rank, and accelerate of it, for tests whose ranks serve many tests."""
+"""Simulate torchrun and accelerate on ranks that serve many tests."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 
 def forget() -> None:
-    """Put accelerate where a new process finds it."""
+    """Reset accelerate's state to that of a new process."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, PartialState, GradientState):
@@ -17,11 +17,11 @@ def forget() -> None:
 
 @contextmanager
 def as_torchrun(group: Any, many_devices: bool = True) -> Iterator[None]:
-    """The variables that torchrun sets, and CPU ranks that accelerate takes for many devices.
+    """Set the variables that torchrun sets, and make accelerate treat CPU ranks as multi-device.
 
-    For ranks without GPUs accelerate refuses ParallelismConfig and ignores an FSDP plugin; both are put right here.
-    What it remembers of a process is forgotten afterwards, as ranks of these worlds serve many tests.
-    many_devices: not, for what needs only the variables.
+    On ranks without GPUs, accelerate refuses ParallelismConfig and ignores an FSDP plugin. Both are patched here.
+    Accelerate's state is reset afterwards, because these ranks serve many tests.
+    many_devices: False if only the variables are needed.
     """
     import accelerate
     from accelerate.state import AcceleratorState
@@ -50,7 +50,7 @@ def as_torchrun(group: Any, many_devices: bool = True) -> Iterator[None]:
 
 
 def _with_fsdp(original: Callable[..., None]) -> Callable[..., None]:
-    """AcceleratorState.__init__, which takes an FSDP plugin on ranks without GPUs too."""
+    """AcceleratorState.__init__ that accepts an FSDP plugin on ranks without GPUs too."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 

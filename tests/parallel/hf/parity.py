@@ -1,11 +1,11 @@
-"""A model and its parallel twin: logits, loss, every gradient, generated tokens; of a tower, its last hidden states.
+"""Compare a model with its parallel twin: logits, loss, gradients, generated tokens; for towers, last hidden states.
 
 Note [What roundoff may change]
-The twins make the same sums in another order, in fp32. How far that moves a value depends on the model: a norm of small
-numbers or a cancelling gradient makes much of it. So the bound is measured: every weight of the plain model is moved by
-about one unit in its last place, and a tensor of the parallel model may be off by MARGIN times what that changes in it,
-the most of several such moves (each value passes through some tens of roundings, not one), or by LEAST where that is
-nothing.
+The twins compute the same sums in another order, in fp32. How much that moves a value depends on the model: a norm of
+small numbers or a gradient that cancels amplifies it. So the bound is measured. Every weight of the plain model is
+moved by about one unit in its last place, several times. A tensor of the parallel model may be off by MARGIN times the
+largest change that these moves cause in it (MARGIN because each value passes through some tens of roundings, not one),
+or by LEAST if they change nothing.
 """
 
 import copy
@@ -24,11 +24,11 @@ from tests.parallel.support import beside, tp_mesh
 from .families import model_of
 
 MARGIN, LEAST = 8.0, 2e-6
-SEEDS = range(3, 7)  # one move alone may happen to change nothing of a sum whose terms cancel
+SEEDS = range(3, 7)  # a single move may change nothing in a sum whose terms cancel
 
 
 def batch(tokens: tuple[int, int] = (3, 5), padding: int = 2, side: str = "left") -> dict[str, Tensor]:
-    """Token ids with labels; the first row is padded."""
+    """Token ids and labels; the first row is padded."""
     ids = torch.randint(3, 50, tokens, generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     padding = min(padding, tokens[1] - 1)
@@ -37,7 +37,7 @@ def batch(tokens: tuple[int, int] = (3, 5), padding: int = 2, side: str = "left"
 
 
 def perturbed(model: nn.Module, seed: int = 3) -> nn.Module:
-    """A copy, every weight moved by about one unit in its last place."""
+    """A copy with every weight moved by about one unit in its last place."""
     made = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def generates(model: Any) -> bool:
 
 
 def results(model: nn.Module, inputs: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
-    """Logits of real tokens, loss and gradients, by name."""
+    """Logits of the real tokens, loss and gradients, by name."""
     real = inputs["attention_mask"].bool()
     if generates(model):
         out = model(**inputs, use_cache=False)
@@ -78,7 +78,7 @@ def full(x: Any) -> Any:
 
 
 def difference(got: Tensor, want: Tensor, least: float) -> float:
-    """Of what this rank holds, relative to the largest value of all, or to `least`."""
+    """The largest error of this rank's part, relative to the tensor's largest value or to `least`, if larger."""
     assert got.shape == want.shape, (got.shape, want.shape)
     mine, wanted = beside(got, want)
     assert mine.shape == wanted.shape, (mine.shape, wanted.shape)
@@ -89,12 +89,12 @@ def difference(got: Tensor, want: Tensor, least: float) -> float:
 
 
 def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
-    """Tensor -> its difference. A gradient far below the largest one counts as one of a thousandth of that."""
+    """Tensor -> its difference. Gradients are compared relative to at least 1/1000 of the largest gradient."""
     gradients = [x for name, x in want.items() if name.startswith("gradient")]
     least = 1e-3 * max(float(g.abs().max()) for g in gradients)
     missing = {name: float("inf") for name in want.keys() - got.keys() if want[name].abs().max() > 0}
     extra = {name: float("inf") for name in got.keys() - want.keys() if _largest(got[name]) > 0}
-    common = [name for name in want if name in got]  # collective, so in the same order on all ranks
+    common = [name for name in want if name in got]  # collective, so every rank must use the same order
     return missing | extra | {name: difference(got[name], want[name], least) for name in common}
 
 
@@ -103,14 +103,14 @@ def _largest(x: Tensor) -> float:
 
 
 def worst(group: Any, found: dict[str, float]) -> dict[str, float]:
-    """Of each tensor the largest difference on any rank: each has compared what it holds."""
+    """For each tensor, the largest difference on any rank. Each rank compared only its own part."""
     of_rank: list[Any] = [None] * group.size()
     dist.all_gather_object(of_rank, found, group)
     return {name: max(each.get(name, 0.0) for each in of_rank) for name in {n for e in of_rank for n in e}}
 
 
 def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What differs, by how much, and by how many times what roundoff explains.
+    """The errors of the parallel model, and their ratio to what roundoff explains.
 
     options   sequence_parallel, engine, experts, changes of the configuration, attention, tokens, padding, side,
               checkpointing (what gradient_checkpointing_enable takes), generate
@@ -154,18 +154,18 @@ def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def share_split(model: nn.Module) -> float:
-    """Of the elements of weight matrices, those of which each rank holds a part."""
+    """The share of weight-matrix elements that are split over ranks."""
     weights: list[Any] = [p for p in model.parameters() if p.dim() > 1]
     split = sum(p.numel() for p in weights if not any(at.is_replicate() for at in p.placements))
     return split / sum(p.numel() for p in weights)
 
 
 def generated(model: Any) -> Tensor:
-    """Six more tokens of each of two prompts, the first one padded, by greedy decoding."""
+    """Greedy decoding of six tokens for each of two prompts, the first one padded."""
     prompt = batch((2, 4))
     del prompt["labels"]
     if model.config.model_type in IGNORE_MASKS:
-        prompt["attention_mask"] = None  # generate passes none on
+        prompt["attention_mask"] = None  # generate does not pass the mask on
     with torch.no_grad():
         tokens: Tensor = model.eval().generate(**prompt, max_new_tokens=6, do_sample=False)
     return tokens
@@ -175,7 +175,7 @@ IGNORE_MASKS = {"nemotron_h"}
 
 
 def attempt(group: Any, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    """compare of each; an error in place of what it found."""
+    """Run compare for each model. On an error, store its traceback instead of a result."""
     import traceback
 
     found: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""docs/models.md: every family of transformers, split, against itself on one device.
+"""Writes docs/models.md: every transformers family, split and compared with itself on one device.
 
     python -m tests.parallel.hf.table > docs/models.md
 
-For each family, parity.compare on two and on four CPU ranks; families with a plan for experts once more on two ranks,
-with whole experts behind the library's exchange. What a row says is what that run found, nothing is remembered.
+Runs parity.compare for each family on two and on four CPU ranks. Families with a plan for experts run once more on two
+ranks, with whole experts behind the library's exchange. Each row reports this run only; no earlier results are reused.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.harness import WorldError, world
 from . import parity
 from .families import HEAD_ONLY, LARGE, OTHERS, UNPLANNED, families, towers
 
-TOGETHER = 5  # families of one call: their imports and the way to the ranks are paid once
+TOGETHER = 5  # families per call: imports and the call itself are paid once
 Found = dict[str, Any]  # what parity.compare returns, or {"refused": why}
 
 
 def measured(names: Sequence[str], ranks: int, options: dict[str, Any]) -> dict[str, Found]:
-    """Family -> what one run on so many ranks found."""
+    """Family -> result of one run on this many ranks."""
     found: dict[str, Found] = {}
     for i in range(0, len(names), TOGETHER):
         some = list(names[i : i + TOGETHER])
@@ -41,7 +41,7 @@ def measured(names: Sequence[str], ranks: int, options: dict[str, Any]) -> dict[
 
 
 def refusal(traceback: str) -> Found:
-    """The error at the end of a traceback: its own lines, which follow the last indented one."""
+    """The error message at the end of a traceback: the lines after the last indented one."""
     lines = traceback.strip().splitlines()
     last = max((i for i, line in enumerate(lines) if line.startswith("  File ")), default=-1)
     message = [line for line in lines[last + 1 :] if line and not line.startswith("    ")]
@@ -54,7 +54,7 @@ def exact(found: Found) -> bool:
 
 
 def share_fused(*runs: Found) -> str:
-    """Of the calls of split linears, those that communicated inside the matmul; - where no linear is split."""
+    """Share of calls to split linears that communicated inside the matmul; "-" if no linear is split."""
     calls = [run["calls"] for run in runs if "refused" not in run]
     total = sum(sum(each.values()) for each in calls)
     return f"{sum(each.get('fused', 0) for each in calls) / total:.0%}" if total else "-"
@@ -100,7 +100,7 @@ def said(equal: bool | None) -> str:
 
 
 def reasons(two: dict[str, Found], four: dict[str, Found], experts: dict[str, Found]) -> list[str]:
-    """Rows of the table of what is not split, and why: in the words of the first run that says so."""
+    """Table rows for what is not split and why, in the words of the first run that says so."""
     rows: dict[tuple[str, str], str] = {}
     for name in two:
         for run in (two[name], four[name]):
@@ -131,7 +131,7 @@ def page(
     text: tuple[dict[str, Found], ...],
     inferred: tuple[dict[str, Found], ...],
 ) -> str:
-    """The whole page; `text`: of towers, on two and on four ranks; `inferred`: of models without a plan."""
+    """The whole page. `text`: towers, on two and on four ranks; `inferred`: models without a plan."""
     here, names = environment(), list(two)
     kinds = [status(two[name], four[name]) for name in names]
     every = [exact(two[name]) and exact(four[name]) for name in names]

@@ -1,4 +1,4 @@
-"""output_attentions of a split model gives the maps of all heads, with their gradients, or says why it cannot."""
+"""With output_attentions, a split model returns the maps of all heads and their gradients, or says why it cannot."""
 
 import copy
 from typing import Any
@@ -17,7 +17,7 @@ from .parity import batch, full
 
 
 def bart() -> nn.Module:
-    """Encoder and decoder with different numbers of heads."""
+    """The encoder and the decoder have different numbers of heads."""
     config = transformers.BartConfig(
         vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
         decoder_attention_heads=8, encoder_ffn_dim=48, decoder_ffn_dim=48, attn_implementation="eager",
@@ -40,7 +40,7 @@ def made(name: str) -> Any:
 
 
 def maps_of(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Maps by name; a loss that is made of them leaves gradients."""
+    """Maps by name, after the backward of a loss that depends on them."""
     out = model(**inputs, use_cache=False, output_attentions=True)
     maps = {name: list(value) for name, value in out.items() if "attentions" in name}
     generator = torch.Generator().manual_seed(2)
@@ -91,7 +91,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Returns the maps of an attention that no plan splits, beside an MLP that one does."""
+    """Returns the maps of an attention that the plan leaves whole, next to an MLP that it splits."""
 
     def __init__(self) -> None:
         super().__init__()

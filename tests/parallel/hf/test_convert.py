@@ -1,8 +1,9 @@
-"""fusedtp.from_transformers and to_transformers: a CausalLM computes what the model of transformers does.
+"""fusedtp.from_transformers and to_transformers: a CausalLM computes what the transformers model computes.
 
 Note [What roundoff may change]
-The two models do the same sums in another order, in fp32. A value passes through at most 8 operations a layer and 4
-around the layers, forward and as many backward; each sums at most TERMS terms, see Note [Roundings] in tests/nn.
+The two models compute the same sums in another order, in fp32. A value passes through at most 8 operations per layer
+and 4 around the layers in the forward pass, and as many in backward. Each operation sums at most TERMS terms; see
+Note [Roundings] in tests/nn.
 """
 
 import json
@@ -44,11 +45,11 @@ LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_fact
 
 
 def model_of(name: str, seed: int = 0, **changes: Any) -> Any:
-    """A small model of transformers in fp32; norms and biases are random too, as ones and zeros hide faults."""
+    """A small transformers model in fp32. Norms and biases are random too, because ones and zeros hide bugs."""
     more = EXPERTS if "num_local_experts" in convert.FAMILIES[name].reads else {}
     more = more | ({"moe_intermediate_size": 10} if name == "qwen3_moe" else {})
     config = AutoConfig.for_model(name, **{**SMALL, **more, **changes})
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")  # the others need widths of 4 n
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")  # the others need widths of 4n
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -59,7 +60,7 @@ def model_of(name: str, seed: int = 0, **changes: Any) -> Any:
 
 @st.composite
 def cases(draw: Any) -> tuple[str, dict[str, Any]]:
-    """A family and its configuration."""
+    """A family and a configuration of it."""
     name = draw(st.sampled_from(MODELS))
     kv_heads, group = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (3, 1)]))
     heads = kv_heads * group
@@ -97,13 +98,13 @@ def cases(draw: Any) -> tuple[str, dict[str, Any]]:
 
 
 def batch(vocab: int, shape: tuple[int, int] = (2, 7)) -> tuple[Tensor, Tensor]:
-    """Token ids, and labels as a CausalLM takes them: shifted."""
+    """Token ids, and labels shifted as a CausalLM expects them."""
     ids = torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(1))
     return ids, torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
 
 
 def gradients_of_transformers(model: CausalLM) -> dict[str, Tensor]:
-    """Gradients of a CausalLM by transformers' names."""
+    """Gradients of a CausalLM under transformers' names."""
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -113,7 +114,7 @@ def gradients_of_transformers(model: CausalLM) -> dict[str, Tensor]:
 
 
 def assert_computes(own: CausalLM, model: Any) -> None:
-    """Logits, loss and every gradient are those of the model of transformers."""
+    """Logits, loss and all gradients equal those of the transformers model."""
     ids, labels = batch(model.config.vocab_size)
     want = model(input_ids=ids, labels=ids, use_cache=False)
     got = own(ids, labels, return_logits=True)
@@ -138,7 +139,7 @@ def assert_same_model(got: nn.Module, want: nn.Module) -> None:
 
 
 def loaded(folder: Any) -> Any:
-    """What transformers loads there, if nothing is missing or unexpected."""
+    """The model that transformers loads from this folder, if no key is missing or unexpected."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, experts_implementation="eager")
     assert not any(info.values()), info
     return model.eval()
@@ -154,7 +155,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 @given(case=cases())
 @settings(max_examples=40)
 def test_computes_the_same(case: tuple[str, dict[str, Any]]) -> None:
-    """Any configuration of any family: logits, loss and gradients of a model in memory."""
+    """Any configuration of any family, converted in memory: logits, loss and gradients are equal."""
     model = model_of(case[0], **case[1])
     assert_computes(fusedtp.from_transformers(model), model)
 
@@ -162,13 +163,13 @@ def test_computes_the_same(case: tuple[str, dict[str, Any]]) -> None:
 @given(case=cases())
 @settings(max_examples=12)
 def test_there_and_back_is_bitwise(case: tuple[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """folder -> CausalLM -> folder: the same tensors, configuration and generation configuration.
+    """folder -> CausalLM -> folder: tensors, configuration and generation configuration are the same.
 
-    Without the configuration that it was read with, a CausalLM finds one that computes the same.
+    A CausalLM that lost its original configuration finds one that computes the same.
     """
     folder = tmp_path_factory.mktemp("model")
     model = model_of(case[0], **case[1])
-    model.generation_config.max_new_tokens = 77  # the configuration does not say it
+    model.generation_config.max_new_tokens = 77  # a setting that config.json does not hold
     model.save_pretrained(folder / "theirs")
     own = fusedtp.from_transformers(folder / "theirs")
     assert not own.training
@@ -205,7 +206,7 @@ OWN = {
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_model_made_here_goes_there_and_comes_back(name: str, tmp_path: Path) -> None:
-    """The family is the simplest that computes it; parameters come back bit for bit, in bf16 too."""
+    """The simplest family that computes it is chosen; parameters come back bit for bit, in bf16 too."""
     config = ModelConfig(**{**SMALL, "dtype": "bfloat16", "param_dtype": "bfloat16", **OWN[name]})
     model = init_(CausalLM(config), 0)
     fusedtp.to_transformers(model, tmp_path, eos_token_id=[3, 5])
@@ -221,7 +222,7 @@ def test_a_model_made_here_goes_there_and_comes_back(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_experts_one_by_one_and_packed(name: str, tmp_path: Path) -> None:
-    """Both layouts of a checkpoint are read; files are cut anywhere."""
+    """Both checkpoint layouts load, wherever the checkpoint is split into files."""
     model = model_of(name)
     for original in (True, False):
         folder = tmp_path / str(original)
@@ -231,7 +232,7 @@ def test_experts_one_by_one_and_packed(name: str, tmp_path: Path) -> None:
 
 
 def test_balance_loss_of_one_layer_is_that_of_transformers() -> None:
-    """In training, where the configuration asks for it."""
+    """In training mode, if the configuration asks for the loss."""
     model = model_of("mixtral", num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.5)
     plain = fusedtp.from_transformers(model, output_router_logits=False)
     own = fusedtp.from_transformers(model)
@@ -250,7 +251,7 @@ def test_options_are_those_that_no_checkpoint_says() -> None:
 def test_head_that_differs_from_the_embedding_is_read_though_the_configuration_ties_them(
     tmp_path: Path,
 ) -> None:
-    """As transformers does; and of two that are alike a file may have either."""
+    """transformers does the same. If the two are equal, a file may hold either one."""
     model = model_of("qwen3")
     model.save_pretrained(tmp_path)
     own = fusedtp.from_transformers(tmp_path, tie_word_embeddings=True)
@@ -264,11 +265,11 @@ def test_head_that_differs_from_the_embedding_is_read_though_the_configuration_t
     assert torch.equal(own.embed_tokens.weight, model.lm_head.weight)
 
 
-# --- faults are seen --------------------------------------------------------------------------------------------------
+# --- faults are detected ----------------------------------------------------------------------------------------------
 
 
 def swapped(a: str, b: str) -> Any:
-    """their_name with two names taken for each other."""
+    """their_name with two names swapped."""
     inner = convert.their_name
 
     def other(name: str) -> tuple[str, int | None]:
@@ -290,7 +291,7 @@ def swapped(a: str, b: str) -> Any:
     ],
 )
 def test_a_swap_is_seen(name: str, a: str, b: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison of this file finds weights that came to the wrong place."""
+    """The comparison of this file detects weights that were loaded under the wrong name."""
     model = model_of(name, num_key_value_heads=4)
     assert_computes(fusedtp.from_transformers(model), model)
     monkeypatch.setattr(convert, "their_name", swapped(a, b))
@@ -359,7 +360,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_causal_lm_does_not_compute_is_refused_by_name(case: str) -> None:
     name, changes, message = REFUSED[case]
-    if message is None:  # all layers are dense: nothing to refuse
+    if message is None:  # all layers are dense, so nothing is refused
         model = model_of(name, **changes)
         assert_computes(fusedtp.from_transformers(model), model)
         return
@@ -368,7 +369,7 @@ def test_what_causal_lm_does_not_compute_is_refused_by_name(case: str) -> None:
 
 
 def test_all_faults_of_a_configuration_come_in_one_error(tmp_path: Path) -> None:
-    """In memory and on disk; ignore and changes of the configuration answer them."""
+    """In memory and on disk. `ignore` and configuration changes resolve them."""
     model = model_of("mixtral", router_jitter_noise=0.1, output_router_logits=True, pad_token_id=1, answer=42)
     model.save_pretrained(tmp_path)
     for source in (model, tmp_path):
@@ -513,7 +514,7 @@ def test_a_model_without_values_or_of_changed_shape_is_not_written(tmp_path: Pat
 
 
 def load_and_save(group: Any, name: str, folder: str) -> None:
-    """Both sources give the plain model's parts; a rank reads its own and writes the plain model's folder."""
+    """Both sources give the plain model's parts. A rank reads only its own parts and saves the plain model's folder."""
     from fusedtp.parallel.pretrained import OnDisk
 
     mesh = tp_mesh(group)
@@ -558,7 +559,7 @@ def test_each_rank_reads_its_part_and_one_writes(name: str, changes: dict, tmp_p
 
 
 def save_sharded_again(group: Any, folder: str) -> None:
-    """FSDP2 on top: the mesh of the parameters has two dimensions, and the first rank of both writes."""
+    """With FSDP2 on top, the parameters' mesh has two dimensions, and only the first rank of both writes."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     own = fusedtp.from_transformers(folder, mesh["tp"])
     for module in (*own.layers, own):
@@ -577,7 +578,7 @@ def test_parameters_that_fsdp2_shards_again_are_written(tmp_path: Path) -> None:
 
 
 def fail_together(group: Any, folder: str) -> None:
-    """A fault of one rank is raised on both: files, folder, other weights."""
+    """An error on one rank is raised on both: bad files, another folder, other weights."""
     mesh, rank = tp_mesh(group), group.rank()
     with pytest.raises(ValueError, match="neither model"):
         fusedtp.from_transformers(folder if rank else f"{folder}/empty", mesh)

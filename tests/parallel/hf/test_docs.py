@@ -1,4 +1,4 @@
-"""Every code block of docs/drop-in.md runs as it stands there, after the first one, on as many ranks as it says."""
+"""Every code block of docs/drop-in.md runs unchanged after the first one, on as many ranks as it says."""
 
 import re
 from contextlib import chdir
@@ -35,5 +35,5 @@ def test_block(number: int, tmp_path: Path):
 
 
 def test_blocks_are_found():
-    """A page without blocks would pass."""
+    """Otherwise a page without blocks would pass."""
     assert len(BLOCKS) >= 10 and TEXT.count("```") == 2 * (1 + len(BLOCKS)) and "init_device_mesh" in FIRST

@@ -1,7 +1,7 @@
-"""Models of transformers, split as they stand, equal themselves on one device.
+"""Split transformers models compute what they compute on one device.
 
-Every family with a tensor-parallel plan and a causal language model, and towers of text without one; a sample in a
-plain run, all of them with FUSEDTP_ALL_MODELS=1 (`make test-models`).
+Covers every family with a tensor-parallel plan and a causal language model, and text towers without one. A plain run
+tests a sample; FUSEDTP_ALL_MODELS=1 (`make test-models`) tests all of them.
 """
 
 import copy
@@ -27,8 +27,8 @@ from . import parity
 from .families import LARGE, class_of, families, model_of, towers
 
 ALL = os.environ.get("FUSEDTP_ALL_MODELS") == "1"
-# What differs in kind: scaled and tied embeddings, packed and gated attention, norms over heads and over all of them,
-# sinks, latent attention, mixtures of experts in each layout, state spaces, linear attention, plans that are wrong.
+# Families that differ in kind: scaled and tied embeddings, packed and gated attention, norms per head and over all
+# heads, sinks, latent attention, mixtures of experts in each layout, state spaces, linear attention, wrong plans.
 SAMPLE = (
     "afmoe apertus bamba cohere deepseek_v3 deepseek_v4 doge gemma gemma2 gemma3n_text gemma4_text gpt_neox gpt_oss "
     "granite_swa granitemoehybrid inkling_text llama longcat_flash mixtral olmo2 phi3 phi qwen2 qwen3 qwen3_moe "
@@ -40,17 +40,17 @@ def chosen() -> list[str]:
     return [name for name in families() if name not in LARGE] if ALL else SAMPLE.split()
 
 
-# Plans of transformers that are wrong, each found by the proof.
+# Families whose transformers plan is wrong in part. The proof detects each one.
 NOT_ALL_SPLIT = {
     *("doge", "gemma3n_text", "inkling2_text", "inkling_text"),
     *("esmc", "glm5_next_text", "neomme"),
-    *("bamba", "diffllama"),  # no plan of transformers for their layers, and none can be inferred for some of them
+    *("bamba", "diffllama"),  # transformers' plan has no layers, and inference finds a plan for only some of them
 }
-# The configuration makes no model as it is by default.
+# The default configuration cannot build a model.
 NO_DEFAULT = {
     *("cohere_compass_text", "dots1", "hunyuan_v1_moe", "lfm2_moe", "ministral", "nemotron", "qwen4_exp_text")
 }
-NO_LINEAR_SPLIT = {"nemotron_h"}  # its plan names its embedding and its experts
+NO_LINEAR_SPLIT = {"nemotron_h"}  # its plan names only its embedding and its experts
 
 
 def check(name: str, world_size: int, **options: Any) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def test_with_sequence_parallelism(name: str):
 
 @pytest.mark.parametrize("name", sorted({*chosen(), "flint"} - NO_DEFAULT))
 def test_all_code_of_the_full_size_is_in_the_small_copy(name: str):
-    """As its configuration is by default."""
+    """The full-size model has the default configuration."""
     config = CONFIG_MAPPING[name]()
     text = config.get_text_config()
     with torch.device("meta"):
@@ -120,7 +120,7 @@ def split_parameters(group: Any, name: str) -> set[str]:
     ],
 )
 def test_a_plan_of_the_head_alone_is_completed(name: str, whole: set[str]):
-    """By this library's own plan, or by what can be inferred; norms stay whole."""
+    """The rest comes from this library's own plan or from inference; norms stay whole."""
     (split, *_) = world(2).run(split_parameters, name)
     every = {generic(each).removeprefix("model.layers.*.") for each, _ in model_of(name).named_parameters()}
     kept = {each for each in every - split if "norm" not in each}
@@ -137,18 +137,18 @@ def other_signatures(group: Any, name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "roberta-prelayernorm"])
 def test_forwards_keep_their_signatures(name: str):
-    """By which transformers' generate passes position ids, and its Trainer columns of the data."""
+    """transformers reads signatures: generate to pass position ids, Trainer to select data columns."""
     assert world(2).run(other_signatures, name)[0] == []
 
 
 def test_a_model_whose_head_reads_a_child_generates_the_same():
-    """Its own forward is replaced, so that generate must find the arguments of the class's."""
+    """Its own forward is replaced, so generate must find the arguments of the class's forward."""
     found = world(2).run(parity.compare, "roberta-prelayernorm", {})[0]
     assert found["excess"] <= 1 and found["generate"]
 
 
 def products_are_kept() -> tuple[Any, Any]:
-    """Selective checkpointing: what torch's own matmuls gave is not computed again."""
+    """Selective checkpointing: outputs of torch's own matmuls are kept, not recomputed."""
     return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
 
 
@@ -159,7 +159,7 @@ def test_with_selective_checkpointing(name: str):
 
 
 def mixtures() -> list[str]:
-    """DeepSeek-V4's small copy routes by a table of zeros: one expert twice, which the exchange refuses."""
+    """Skip DeepSeek-V4: its small copy routes by a table of zeros, to one expert twice, which the exchange refuses."""
     own = [name for name in families() if getattr(CONFIG_MAPPING[name], "base_model_ep_plan", None)]
     return [name for name in own if name not in {*LARGE, "deepseek_v4"}]
 
@@ -200,7 +200,7 @@ def test_attention_implementations(attention: str):
 
 
 def forward_with_flex(group: Any) -> None:
-    """FlexAttention has no backward on a CPU."""
+    """Forward only: FlexAttention has no backward on a CPU."""
     plain = model_of("gemma3_text", attention="flex_attention")
     parallel: Any = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
     assert not parallel._fusedtp.whole

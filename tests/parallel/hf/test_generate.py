@@ -1,4 +1,4 @@
-"""Tokens that a split model generates are those of one device: every cache and way of choosing, ragged prompts."""
+"""A split model generates the same tokens as one device, for every cache and decoding method, with ragged prompts."""
 
 import copy
 from typing import Any
@@ -28,7 +28,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def prompts(lengths: list[int]) -> dict[str, torch.Tensor]:
-    """One of each length, padded on the left."""
+    """One prompt of each length, padded on the left."""
     longest = max(lengths)
     ids = torch.randint(3, 50, (len(lengths), longest), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -39,7 +39,7 @@ def prompts(lengths: list[int]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def generated(model: Any, lengths: list[int], choice: dict[str, Any]) -> torch.Tensor:
-    torch.manual_seed(7)  # sampling draws the same on every rank
+    torch.manual_seed(7)  # every rank samples the same tokens
     tokens: torch.Tensor = model.generate(**prompts(lengths), **{"do_sample": False, "max_new_tokens": 10, **choice})
     return tokens
 
@@ -54,7 +54,7 @@ def same_tokens(group: Any, name: str, changes: dict[str, Any], lengths: list[in
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
 def test_every_cache_and_choice(name: str):
-    """Windows of four tokens slide within the prompts."""
+    """gemma3's sliding windows hold four tokens, fewer than some prompts."""
     changes = {"sliding_window": 4} if name == "gemma3_text" else {}
     world(2, strangers=True).run(same_tokens, name, changes, [9, 3, 6], CHOICES, timeout=200)
 
@@ -73,7 +73,7 @@ def test_ragged_prompts(name: str, world_size: int, lengths: list[int], cache: s
 
 
 def assisted(group: Any) -> None:
-    """A prompt's own words, and a small model, propose tokens; the split model judges several at once."""
+    """The prompt's own words or a small model propose tokens, and the split model checks several at once."""
     plain, small = model_of("llama"), model_of("llama", num_hidden_layers=1)
     parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
     for choice in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": small}):

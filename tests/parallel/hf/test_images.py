@@ -1,4 +1,4 @@
-"""A vision-language model, split as it stands: image features take the place of some tokens."""
+"""A split vision-language model: image features replace some of the tokens."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from tests.parallel.support import tp_mesh
 
 from .parity import LEAST, MARGIN, errors, perturbed, results
 
-IMAGE = 49  # the token that an image feature replaces
+IMAGE = 49  # the token id that image features replace
 
 
 def small_llava() -> LlavaForConditionalGeneration:

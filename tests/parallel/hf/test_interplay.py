@@ -1,4 +1,4 @@
-"""Split models of transformers with what users put around them: each equals a single process."""
+"""Split transformers models together with the tools that users put around them: each equals a single process."""
 
 import copy
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def pair(group: Any, name: str = "llama", **options: Any) -> tuple[nn.Module, nn
 
 
 def assert_alike(parallel: nn.Module, plain: nn.Module, noise: nn.Module | None = None) -> None:
-    """Results differ by no more than roundoff explains, see parity.py."""
+    """Results differ by no more than roundoff explains; see parity.py."""
     want = results(plain, batch())
     explained = errors(results(noise if noise is not None else perturbed(plain), batch()), want)
     for name, error in errors(results(parallel, batch()), want).items():
@@ -55,7 +55,7 @@ def whole_with_checkpointing(model: Any) -> None:
 
 
 def compiled(group: Any, name: str, compile_: Callable[[nn.Module], None], graphs: int | None) -> None:
-    """Step by step the same results; all of the model in one graph, or all layers in one, and never another."""
+    """Every step gives the same results. The model, or all layers together, is one graph and nothing recompiles."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -96,7 +96,7 @@ def compiled_in_other_ways(group: Any) -> None:
     torch._dynamo.reset()
     ids = batch()["input_ids"]
     plain, parallel = pair(group)
-    each_layer(parallel)  # and its stack is called by itself
+    each_layer(parallel)  # the layer stack is then called directly
     counters.clear()
     for _ in range(3):
         torch.testing.assert_close(parallel.model(ids, use_cache=False)[0], plain.model(ids)[0])
@@ -123,7 +123,7 @@ def test_compiled_in_other_ways():
 
 
 def changing_what_siblings_share(group: Any) -> None:
-    """Between the projections: each takes x as it then is; what a compiler cannot see is refused."""
+    """Each projection sees x as it is when called. A change between them that the compiler cannot see is refused."""
     from transformers.models.llama import modeling_llama as llama
 
     class MLP(llama.LlamaMLP):
@@ -143,10 +143,10 @@ def changing_what_siblings_share(group: Any) -> None:
     for between in (False, True):
         MLP.between = between
         parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
-        with torch.no_grad():  # with gradients autograd refuses it
+        with torch.no_grad():  # with gradients, autograd refuses it
             torch.testing.assert_close(parallel(ids).logits, plain(ids).logits)
             parallel.compile(backend="aot_eager")
-            if not between:  # all have taken it before
+            if not between:  # both projections ran before the change
                 torch.testing.assert_close(parallel(ids).logits, plain(ids).logits)
                 continue
             with pytest.raises(RuntimeError, match="changed in place between"):
@@ -159,7 +159,7 @@ def test_what_siblings_share_is_not_changed_between_them_in_compiled_code():
 
 
 def low_precision(group: Any, autocast: bool) -> None:
-    """As near to the fp32 model as the plain model is that computes in bf16 too."""
+    """The error against the fp32 model is as small as that of the plain model in bf16."""
     exact = model_of("qwen3")
     plain = copy.deepcopy(exact)
     if not autocast:
@@ -180,7 +180,7 @@ def test_bf16(autocast: bool):
 
 
 def without_names() -> nn.Module:
-    """With parameters in attention and MLP of a class of the user's, where they meet parts of heads and features."""
+    """User-defined attention and MLP classes have parameters of their own that apply to split heads and features."""
     from transformers.models.llama import modeling_llama as llama
 
     class Attention(llama.LlamaAttention):
@@ -215,7 +215,7 @@ def with_parameters_that_no_plan_names(group: Any) -> None:
     plain = without_names()
     for sequence_parallel in (True, False):
         model = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group), sequence_parallel=sequence_parallel)
-        for _ in range(2):  # the first backward learns what the second one knows
+        for _ in range(2):  # the second backward uses what the first one learned
             for each in (plain, model):
                 each.zero_grad()
             assert_alike(model, plain)
@@ -284,7 +284,7 @@ def test_lora_beside_trained_weights():
 
 
 def with_modules_that_are_trained_whole(group: Any, saved: list[str]) -> None:
-    """As PEFT does where tokens were added."""
+    """PEFT does this when tokens were added."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
@@ -302,7 +302,7 @@ def test_lora_beside_modules_that_are_trained_whole(saved: list[str]):
 
 
 def adapted_with_a_wrong_plan(group: Any) -> None:
-    """What the plan breaks in the model inside is left whole there."""
+    """A module of the inner model that the plan would break stays whole."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
@@ -331,7 +331,7 @@ def test_an_adapter_that_comes_too_late_is_named():
 
 
 class Largest(nn.Module):
-    """Of each token the largest half of the features."""
+    """Keep the largest half of each token's features."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (x >= x.median(dim=-1, keepdim=True).values)
@@ -427,7 +427,7 @@ def test_what_libraries_add_to_a_model_does_not_hinder_its_proof(change: Callabl
 def heads_that_talk(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """As in arXiv:2003.02436: what a head attends to depends on the other heads."""
+    """As in arXiv:2003.02436: each head's attention depends on the other heads."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     hidden = torch.ones(query.shape[2], key.shape[2]).triu(1).bool()
@@ -489,7 +489,7 @@ def sharded(group: Any) -> None:
     mine, everyone = ((each["labels"][:, 1:] != -100).sum() for each in (own, inputs))
     want, noise = results(plain, inputs), results(perturbed(plain), inputs)
     got = results(parallel, own, scale=float(2 * mine / everyone))
-    assert parallel._fusedtp.gathered.keys() <= {"logits: full_tensor"}  # FSDP2's questions gather no tokens
+    assert parallel._fusedtp.gathered.keys() <= {"logits: full_tensor"}  # FSDP2's checks gather no tokens
     of_weights = [{k: v for k, v in each.items() if k.startswith("gradient")} for each in (got, want, noise)]
     explained = errors(of_weights[2], of_weights[1])
     for name, error in errors(of_weights[0], of_weights[1]).items():
@@ -524,7 +524,7 @@ def test_five_steps_with_clipping():
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Eight rows of one batch."""
+    """Eight rows from one batch."""
 
     def __len__(self) -> int:
         return 8
@@ -574,7 +574,7 @@ def test_trainer(tmp_path: Path):
 
 
 def resumed(group: Any, folder: str) -> None:
-    """Steps 4 and 5 after a resume at step 3 are those of the run that went on, bit for bit."""
+    """After a resume at step 3, steps 4 and 5 equal those of the uninterrupted run bit for bit."""
     from transformers import TrainingArguments
 
     from fusedtp.train.hf import Trainer
@@ -618,7 +618,7 @@ def with_accelerate(group: Any) -> None:
 
 
 def compare(accelerator: Any, plain: nn.Module, model: nn.Module, optimizer: Any) -> None:
-    """Three clipped steps."""
+    """Three steps with gradient clipping."""
     alone = torch.optim.AdamW(plain.parameters(), 1e-2)
     for _ in range(3):
         want = plain(**batch()).loss
@@ -641,7 +641,7 @@ def test_accelerate():
 
 
 def around(group: Any) -> None:
-    """Hooks see whole shapes; copies, eval and inference_mode work; a second call is refused."""
+    """Hooks see full shapes; copies, eval and inference_mode work; a second call to parallelize is refused."""
     plain, parallel = pair(group)
     seen: list[torch.Size] = []
     parallel.model.layers[0].register_forward_hook(lambda m, a, out: seen.append(out.shape))  # type: ignore[union-attr]
@@ -682,7 +682,7 @@ def test_ranks_that_differ_are_told():
 
 
 def with_a_penalty(group: Any) -> None:
-    """A sum over parameters beside the loss; and a copy, as for an average of weights, while gradients are there."""
+    """Penalize all parameters in the loss; copy the model while gradients exist, as weight averaging does."""
     plain, parallel = pair(group)
     for model in (plain, parallel):
         penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
@@ -717,7 +717,7 @@ def with_narrow_experts(group: Any) -> None:
 
     sizes: dict[str, Any] = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_local_experts=4)
     heads = dict(num_attention_heads=4, num_key_value_heads=4)
-    for width, fits in ((24, False), (32, True)):  # of fp32, over four ranks: parts of 24 and of 32 bytes
+    for width, fits in ((24, False), (32, True)):  # in fp32 on four ranks: parts of 24 and of 32 bytes
         model: Any = MixtralForCausalLM(MixtralConfig(**sizes, **heads, intermediate_size=width))
         refused = nullcontext() if fits else pytest.raises(ValueError, match=r"down_proj: .*ExpertSplit\(\)")
         with refused:

@@ -24,7 +24,7 @@ from .test_trainers import Rows, arguments
 
 
 class Hub:
-    """In place of huggingface_hub's API: remembers what this rank asks for. `fault` is what create_repo raises."""
+    """Replaces huggingface_hub's API and records this rank's calls. `fault` is the error that create_repo raises."""
 
     def __init__(self, fault: Exception | None = None) -> None:
         self.calls: list[str] = []
@@ -119,7 +119,7 @@ def test_save_pretrained_that_pushes(tmp_path: Path):
 
 
 def refused(group: Any) -> None:
-    """What the hub refuses is raised on every rank, and none waits for another."""
+    """An error from the hub is raised on every rank, and no rank hangs."""
     _, parallel = split(group, "tp")
     with without_network(Hub(PermissionError("no token"))), pytest.raises(PermissionError, match="no token"):
         parallel.push_to_hub("someone/model")

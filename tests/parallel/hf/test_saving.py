@@ -1,4 +1,4 @@
-"""A parallel model's files are the plain model's; and its state dicts, whatever torch does with them."""
+"""A parallel model saves the same files as the plain model, and its state dicts work with all of torch's tools."""
 
 import copy
 import json
@@ -22,7 +22,7 @@ from .parity import full
 TIED = {"tie_word_embeddings": True}
 
 
-# Two matrices packed in one linear layer, and in the experts' weights.
+# Linear layers that each pack two matrices.
 PACKED = {"model.layers.*.mlp.gate_up_proj": "packed_colwise", "model.layers.*.mlp.down_proj": "rowwise"}
 PLANS = {"phi3": PACKED}
 
@@ -34,7 +34,7 @@ def parallel_of(group, name: str, dtype=torch.float32, **changes):
 
 
 def contents(folder: Path) -> dict:
-    """File -> what is in it."""
+    """File -> its content."""
     found = {}
     for path in sorted(folder.iterdir()):
         if path.suffix == ".safetensors":
@@ -64,7 +64,7 @@ def assert_same_folder(got: Path, want: Path) -> None:
 
 def save(group, folder: str, name: str, dtype, changes: dict, options: dict) -> None:
     plain, parallel = parallel_of(group, name, dtype, **changes)
-    parallel = copy.deepcopy(parallel)  # a copy saves itself, not the model it was copied from
+    parallel = copy.deepcopy(parallel)  # a copy must save itself, not its original
     parallel.save_pretrained(Path(folder, "parallel"), **options)
     if group.rank() == 0:
         plain.save_pretrained(Path(folder, "plain"), **options)
@@ -121,7 +121,7 @@ def test_other_state_dicts_and_inner_models_are_saved_too(tmp_path):
 
 
 def most_gathered(group, folder: str) -> tuple[int, int]:
-    """How many full tensors are alive at once, at most, and how many are gathered."""
+    """The largest number of full tensors alive at once, and the number gathered."""
     _, parallel = parallel_of(group, "mixtral")
     made, most = [], 0
     inner = DTensor.full_tensor
@@ -237,7 +237,7 @@ def checkpoints(group, folder: str, saves: bool) -> None:
 
 
 def checkpoint(group, folder: str, name: str, changes: dict, saves: bool) -> None:
-    """Save or load model and optimizer by torch's distributed checkpoints."""
+    """Save or load model and optimizer with torch's distributed checkpoints."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -290,7 +290,7 @@ def test_distributed_checkpoints_pass_between_world_sizes(tmp_path):
 
 
 def assert_same_model(got, want) -> None:
-    """Parameters, buffers, configs and logits bit for bit."""
+    """Parameters, buffers, configs and logits are equal bit for bit."""
     assert not got.training and got.config.to_dict() == want.config.to_dict()
     assert got.generation_config.to_dict() == want.generation_config.to_dict()
     for kind in ("named_parameters", "named_buffers"):
@@ -343,7 +343,7 @@ def test_from_pretrained_is_parallelize_of_the_plain_one(case: str, tmp_path):
 
 
 def bytes_read(group, folder: str) -> tuple[int, int]:
-    """What a rank reads and what it holds."""
+    """Bytes that a rank reads, and bytes that it holds."""
     from fusedtp.parallel.pretrained import OnDisk
 
     read, inner = 0, OnDisk.read
@@ -371,7 +371,7 @@ def test_a_rank_reads_its_part_of_the_files_and_no_more(name: str, tmp_path):
 
 
 def fused_checkpoint(group, folder: str) -> None:
-    """Families whose checkpoints fuse what ranks share: a conversion on slices would mix up the parts."""
+    """A checkpoint that fuses weights which ranks split: converting slices would mix up the parts."""
     from transformers import AutoModelForCausalLM
     from transformers.conversion_mapping import register_checkpoint_conversion_mapping
     from transformers.core_model_loading import Chunk, PermuteForRope, WeightConverter
@@ -415,7 +415,7 @@ def differently_tied(group, folder: str) -> None:
 
 def test_parameters_are_not_tied_that_differ_in_the_files(tmp_path):
     model = model_of("qwen3", tie_word_embeddings=False)
-    with torch.no_grad():  # alike but for the last row, which one rank has
+    with torch.no_grad():  # equal but for the last row, which only one rank holds
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
         model.lm_head.weight[-1] += 1
     model.save_pretrained(tmp_path)
@@ -423,7 +423,7 @@ def test_parameters_are_not_tied_that_differ_in_the_files(tmp_path):
 
 
 def damage(folder: Path, what: str) -> str:
-    """Make a checkpoint of several files a bad one; what the error says of it."""
+    """Damage a checkpoint of several files. Returns a pattern that the error must match."""
     from safetensors.torch import load_file, save_file
 
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -461,7 +461,7 @@ def damage(folder: Path, what: str) -> str:
 
 
 def load_badly(group, folder: str, only_last: bool, message: str) -> None:
-    """only_last: the others find a whole checkpoint."""
+    """only_last: only the last rank gets the bad checkpoint."""
     if only_last and group.rank() == 0:
         folder = f"{folder}/whole"
     with pytest.raises(ValueError, match=message):
@@ -516,7 +516,7 @@ def from_meta(group) -> None:
     model.load_state_dict(plain.state_dict())
     assert torch.equal(model(input_ids=ids).logits, want(input_ids=ids).logits)
     assert [hook.func for hook in model._forward_pre_hooks.values()] == [enter], "what looks once has gone"
-    torch.manual_seed(0)  # transformers' own initialization fills what is empty
+    torch.manual_seed(0)  # transformers' own initialization fills the empty parameters
     model.to_empty(device="cpu").init_weights()
     assert all(full(p).isfinite().all() for p in model.parameters())
     assert full(model.model.embed_tokens.weight).std() > 0

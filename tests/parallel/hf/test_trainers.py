@@ -1,4 +1,4 @@
-"""Trainers around models that are split over tensor-parallel and data-parallel ranks: each equals a single process."""
+"""Trainers around models that are split over tensor-parallel and data-parallel ranks; each equals a single process."""
 
 import copy
 from pathlib import Path
@@ -23,7 +23,7 @@ TOLERANCE = 1e-3
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Sixteen rows; the first has fewer labels, so that ranks average over different numbers of tokens."""
+    """Sixteen rows. The first has fewer labels, so ranks average over different numbers of tokens."""
 
     def __len__(self) -> int:
         return 16
@@ -59,7 +59,7 @@ def assert_same_logs(got: dict[str, list[float]], want: dict[str, list[float]], 
 
 
 def assert_same_weights(parallel: nn.Module, plain: nn.Module) -> None:
-    """AdamW moves weights by about its learning rate, whatever small gradients are: the bound is a tenth of that."""
+    """AdamW moves weights by about its learning rate, however small the gradients are. The bound is a tenth of that."""
     wanted = dict(plain.named_parameters())
     for name, parameter in parallel.named_parameters():
         torch.testing.assert_close(
@@ -79,7 +79,7 @@ def two_dimensional(model: Any, mesh: DeviceMesh) -> Any:
 
 
 def with_trainer(group: Any, folder: str) -> None:
-    """Two micro-batches a step, saved at step 2, resumed from there."""
+    """Two microbatches per step. Save at step 2 and resume from there."""
     import transformers
 
     from fusedtp.train.hf import Trainer
@@ -113,7 +113,7 @@ def test_trainer_on_two_dimensions(tmp_path: Path):
 
 
 def evaluated(group: Any, folder: str, count: int) -> None:
-    """Of rows of equal length: on two ranks an odd number in batches of three, on four ranks a whole number a rank."""
+    """Rows have equal length. Two ranks get an odd number of rows in batches of three; four ranks get equal numbers."""
     from fusedtp.train.hf import Trainer
 
     rows = torch.utils.data.Subset(Rows(), range(1, 1 + count))
@@ -151,7 +151,7 @@ def test_an_evaluation_counts_each_row_once(tmp_path: Path, ranks: int, count: i
 
 
 def apart(group: Any, folder: str) -> None:
-    """Without fully_shard, data-parallel ranks would train models of their own."""
+    """Without fully_shard, each data-parallel rank would train its own model."""
     from fusedtp.train.hf import Trainer
 
     model = fusedtp.parallelize(model_of("llama"), dp_tp_mesh()["tp"])
@@ -181,7 +181,7 @@ def plugin(**more: Any) -> Any:
 
 
 def with_accelerate(group: Any, folder: str) -> None:
-    """The FSDP2 plugin wraps layers; three clipped steps; then save_pretrained."""
+    """The FSDP2 plugin wraps the layers; then three clipped steps and save_pretrained."""
     plain = model_of("qwen3")
     with as_torchrun(group):
         made = accelerator(fsdp_plugin=plugin())

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer around a split model equals a single process: loss per token is not counted once a rank."""
+"""TRL's SFTTrainer with a split model equals a single process: the loss per token is not counted once per rank."""
 
 import copy
 from pathlib import Path
@@ -24,7 +24,7 @@ LENGTHS = (3, 9, 5, 7, 4, 8, 6, 10)
 
 
 def tokenizer() -> Any:
-    """Of words w0, w1 and so on."""
+    """A tokenizer with words w0, w1 and so on."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -35,7 +35,7 @@ def tokenizer() -> Any:
 
 
 def trained(model: nn.Module, folder: str) -> list[dict[str, float]]:
-    """Three steps of two micro-batches, on texts of different lengths -> logs."""
+    """Logs of three steps, each of two microbatches, on texts of different lengths."""
     import huggingface_hub.constants
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
