@@ -246,8 +246,7 @@ def test_nothing_is_faster_than_its_parts(operation: str, w: int, t: int, link: 
 @given(st.lists(st.floats(1e8, 1e13), min_size=3, max_size=3), st.integers(64, 600))
 def test_a_faster_link_is_never_slower(links: list[float], t: int) -> None:
     """If no two transfers share anything (two ranks, a copy stream each, unlimited memory bandwidth), each event is a
-    maximum of sums of times that fall with the bandwidth. With sharing there are anomalies, as in any list schedule.
-    """
+    maximum of sums of times that fall with the bandwidth. With sharing there are anomalies, as in any list schedule."""
     node = SMALL.but(memory_bandwidth=inf)
     problem = Problem(GATHER, t, (300,), 200, 2, transport=ENGINE)
     totals = [time(problem, node.but(link_bandwidth=b, copy_bandwidth=b)).total for b in sorted(links)]

@@ -33,9 +33,9 @@ class Options:
     seeds: int = 5
     """First seeds, 1,000 apart."""
     target: str = "sm_80"
-    """Whose compiled code runs."""
+    """The GPU that kernels are compiled for."""
     workers: int | None = None
-    """Processes. Default: one a core."""
+    """Number of processes. Default: one per core."""
 
 
 def first_found(number: int, seed: int, target: str) -> int:

@@ -40,9 +40,9 @@ class Options:
     """Run the corpus under GSan, and compare its findings with the simulator's."""
 
     only: str = ""
-    """Kernels whose name has this in it."""
+    """Only kernels with this in their name."""
     seconds: float = 60.0
-    """Of each kernel on the GPU; more is a deadlock."""
+    """Time limit per kernel on the GPU; a kernel that exceeds it is in deadlock."""
     run_one: str = ""
     """Used by the command itself: run this kernel on the GPU, in this process."""
 
