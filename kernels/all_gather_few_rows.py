@@ -52,9 +52,9 @@ def send_rows(
     COPY_M: tl.constexpr,
     PART_K: tl.constexpr,
 ):
-    """Push pieces of this rank's rows until all have been taken; T, the rows of all ranks.
+    """Push pieces of this rank's rows until all are taken. Returns T, the number of rows of all ranks.
 
-    The first program arrives, before anything waits.
+    The first program signals the arrival before anything waits.
     """
     if tl.program_id(0) == 0:
         signals.arrive(peers)
@@ -81,14 +81,14 @@ def send_rows(
 
 @inline
 def all_rows(peers, x):
-    """Wait for the rows of all ranks; where they are, [T, K] contiguous in this rank's slot."""
+    """Wait for the rows of all ranks. Returns their address in this rank's slot, [T, K] contiguous."""
     signals.wait_chunk_of_all(peers, 0)
     return tl.multiple_of(signals.slot(peers, signals.rank_of(peers)).to(tl.pointer_type(x.dtype.element_ty)), 16)
 
 
 @inline
 def keep_gathered(peers, base, gathered, T, K, ticket, before, COPY_M: tl.constexpr, PART_K: tl.constexpr):
-    """Copy [T, K] out of the slot, in parts that are taken like the tiles before them, of which there are `before`."""
+    """Copy [T, K] out of the slot in parts. Their tickets follow those of the tiles, of which there are `before`."""
     while ticket < before + cdiv(K, PART_K):
         for first in range(0, T, COPY_M):
             rows = first + tl.arange(0, COPY_M)

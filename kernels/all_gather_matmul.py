@@ -64,7 +64,7 @@ def push_rows(
 ):
     """Copy chunks of x to every peer, the successor first, until all are taken.
 
-    The gathered tensor in a slot is [T, K], the shards one after another. Flag c is chunk c.
+    The gathered tensor in a slot is [T, K], shard after shard. Flag c belongs to chunk c.
     """
     rank = signals.rank_of(peers)
     size, offset = shard(sizes, rank, peers.world_size)
@@ -99,7 +99,7 @@ def begin_gather(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The first program arrives, before anything waits; the first `programs` push, none where copies bring the rows."""
+    """The first program signals the arrival before anything waits. The first `programs` push: none if copies do it."""
     if tl.program_id(0) == 0:
         signals.arrive(peers)
     if tl.program_id(0) < programs:
@@ -114,10 +114,10 @@ def wait_rows(peers, src, first, last, chunk_rows):
 
 @inline
 def shard_source(peers, src, offset, batch, x, stride_xm, stride_xk, K, ALIGNED: tl.constexpr):
-    """Pointer and strides of the shard of `src`: x itself, or where its owner pushed it.
+    """Pointer and strides of the shard of `src`: x itself, or the place in this rank's slot where `src` pushed it.
 
-    Selected as integers: Triton 3.6 and 3.7 cannot select between pointers of different origin for AMD. What is
-    known of their alignment is lost on the way, so ALIGNED says whether both are multiples of 16 bytes.
+    Selected as integers: Triton 3.6 and 3.7 cannot select between pointers of different origin for AMD. This loses
+    their known alignment, so ALIGNED says whether both are multiples of 16 bytes.
     """
     rank = signals.rank_of(peers)
     own = src == rank
@@ -146,11 +146,11 @@ def pick_weight(
     BLOCK_N: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Which weight (or with TMA its descriptor) the tile column `col` belongs to, and its column there.
+    """The weight (with TMA its descriptor) of tile column `col`, the column within it, and its other operands.
 
-    Addresses and strides are selected, so that the matmul stands once in the kernel. Selecting among equal
-    constants folds, so a unit stride that all weights share stays known to the compiler. A descriptor is picked by a
-    branch, which becomes a selection of its address among the parameters; a loop over K for each weight would spill.
+    Addresses and strides are selected, so that the kernel contains the matmul once. Selecting among equal constants
+    folds, so the compiler still knows a unit stride that all weights share. A descriptor is picked by a branch, which
+    becomes a selection of its address among the parameters. A loop over K for each weight would spill.
     """
     w, y, width = weights[0], outputs[0], to_int64(widths[0])
     stride_wn, stride_wk = to_int64(strides_wn[0]), to_int64(strides_wk[0])
@@ -183,13 +183,13 @@ def pick_weight(
 
 @inline
 def row_scales(base, row_bytes):
-    """The fp32 scale behind the values of the first packed row; the next row's is row_bytes // 4 further."""
+    """Address of the first packed row's fp32 scale, behind its values. The next row's is row_bytes // 4 further."""
     return (base.to(tl.int64) + row_bytes - SCALE_BYTES).to(tl.pointer_type(tl.float32))
 
 
 @inline
 def pick_scale(col, w_scales, strides_ws, widths, NUM_WEIGHTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The scales of the weight that the tile column `col` belongs to, and their stride."""
+    """(scales, their stride) of the weight that tile column `col` belongs to."""
     w_scale, stride_ws = w_scales[0], to_int64(strides_ws[0])
     before = tl.full((), 0, tl.int32)
     for i in tl.static_range(1, NUM_WEIGHTS):
@@ -201,7 +201,7 @@ def pick_scale(col, w_scales, strides_ws, widths, NUM_WEIGHTS: tl.constexpr, BLO
 
 @inline
 def finish_rows(y, acc, bias, has_bias, rows, row_mask, cols, width, scales):
-    """y[rows, cols] = acc + bias, rounded once; y is contiguous [T, width]. scales: None, or what acc is scaled by."""
+    """y[rows, cols] = acc + bias, rounded once; y is contiguous [T, width]. scales: what acc is scaled by, or None."""
     if scales is not None:
         x_scale, stride_xs, local, w_scale, stride_ws = scales
         acc = scaled(acc, x_scale, stride_xs, local, row_mask, w_scale, stride_ws, cols, cols < width)
@@ -237,7 +237,7 @@ def all_gather_matmul_kernel(
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
     ALIGNED: tl.constexpr,
-    descriptor0=None,  # with TMA: of the weights. Not a tuple: launchers of Triton 3.6 and 3.7 find none in tuples
+    descriptor0=None,  # with TMA: of the weights. Not a tuple: launchers of Triton 3.6 and 3.7 miss them in tuples
     descriptor1=None,
     descriptor2=None,
     descriptor3=None,

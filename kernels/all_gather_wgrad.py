@@ -23,9 +23,9 @@ from .tiles import cdiv, grouped, inline, narrow, shard, to_int64
 
 @inline
 def gradient_loop(acc, dy, first, col, x, x_mask, stride_m, size, BLOCK_K: tl.constexpr):
-    """acc + sum over t < size of dy[first + t, col + i] x[t]: dy by its descriptor, x as dot_loop has it.
+    """acc + sum over t < size of dy[first + t, col + i] x[t], with dy by its descriptor and x as in dot_loop.
 
-    BLOCK_K divides size: rows behind the shard's would meet zeros, and NaN and infinities times zero are none.
+    BLOCK_K divides size. Otherwise rows of dy past the shard would be multiplied by zeros, and 0 * NaN is NaN.
     """
     ts = tl.arange(0, BLOCK_K)
     x_tile = x + ts[:, None].to(tl.int64) * stride_m
@@ -54,7 +54,7 @@ def shard_sum(
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """acc + the products of one shard's rows, a run of `size` rows for each batch entry."""
+    """acc + the products of one shard's rows, which are `size` consecutive rows for each batch entry."""
     if TMA:
         acc = gradient_loop(acc, dy, offset, col, x, x_mask, stride_m, size, BLOCK_K)
     else:

@@ -18,7 +18,7 @@ INF = tl.constexpr(float("inf"))
 
 @inline
 def finite_or_zero(x):
-    """What may be subtracted under an exponential: x, but 0 where it is infinite, since inf - inf is nan."""
+    """x, or 0 where x is infinite: safe to subtract under an exponential, where inf - inf would be nan."""
     return tl.where(tl.abs(x) == INF, 0.0, x)
 
 
@@ -36,10 +36,10 @@ def logit_stats_kernel(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,  # whether a lane's EACH logits are contiguous, or interleaved with those of other lanes
 ):
-    """stats[t] = (log sum_v exp(logits[t, v]), logits[t, labels[t] - start] or 0 where that is no column).
+    """stats[t] = (log sum_v exp(logits[t, v]), logits[t, labels[t] - start] or 0 if that is not a column).
 
-    A program takes ROWS rows, BLOCK columns at a time: EACH = BLOCK / LANES of them are a lane's. -inf logits count for
-    nothing, a row of nothing else (or of nothing at all) has -inf, one with +inf has inf, one with nan has nan.
+    A program takes ROWS rows, BLOCK columns at a time; a lane takes EACH = BLOCK / LANES of these. Logits of -inf do
+    not count. A row of only these, or without columns, gives -inf; a row with +inf gives inf, one with nan gives nan.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < T
@@ -83,7 +83,7 @@ def logit_gradient_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """gradient = (exp(logits - lse) - onehot) * scale, rounded once; zero where scale is, whatever the logits are.
+    """gradient = (exp(logits - lse) - onehot) * scale, rounded once; zero if scale is zero, whatever the logits are.
 
     A program takes ROWS rows and BLOCK columns.
     """

@@ -38,7 +38,7 @@ def first_row(offsets, R):
 
 @inline
 def last_row(offsets, expert, begin, R):
-    """Where the expert's rows end: in [begin, R] whatever the offsets are, so that no address is outside."""
+    """Where the expert's rows end, clamped to [begin, R]: no address is out of bounds, whatever the offsets are."""
     return tl.maximum(begin, tl.minimum(tl.load(offsets + expert + 1), R))
 
 
@@ -91,7 +91,7 @@ def product(
 
 @inline
 def either(first, second, part, TMA: tl.constexpr):
-    """first for part 0, second for part 1: descriptors are picked by a branch, addresses selected."""
+    """first for part 0, second for part 1. Descriptors are picked by a branch, addresses are selected."""
     if TMA:
         found = first
         if part == 1:
@@ -123,9 +123,9 @@ def sum_tile(
     X_TMA: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """x[rows] @ w[expert, cols].T + x2[rows] @ w2[expert, cols].T; the second where there is one.
+    """x[rows] @ w[expert, cols].T, plus x2[rows] @ w2[expert, cols].T if there is an x2.
 
-    The two are one loop's rounds: written one after another they need more registers than a thread has.
+    Both products run in one loop: one after the other, they need more registers than a thread has.
     """
     acc = tl.full((rows.shape[0], BLOCK_N), 0, tl.float32)
     if x2 is None:
@@ -175,7 +175,7 @@ def gated_tile(
     TMA: tl.constexpr,
     X_TMA: tl.constexpr,
 ):
-    """y[rows, cols] = act(g) * u of both products of x[x_rows], which are stored too where they are wanted."""
+    """y[rows, cols] = act(g) * u, with g and u the two products of x[x_rows]. These are stored too if requested."""
     cols = col + tl.arange(0, BLOCK_N)
     g = tl.full((rows.shape[0], BLOCK_N), 0, tl.float32)
     u = tl.full((rows.shape[0], BLOCK_N), 0, tl.float32)
@@ -230,7 +230,7 @@ def group_tile(
     X_TMA: tl.constexpr,  # only without an index
     ACROSS: tl.constexpr,
 ):
-    """One tile of y."""
+    """Compute one tile of y."""
     rows = row + tl.arange(0, BLOCK_M)
     inside = rows < end
     x_rows = rows
@@ -283,7 +283,7 @@ def group_tiles(
     X_TMA: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """This program's tiles of y; the arguments are those of `group_tile`."""
+    """Compute this program's tiles of y. The arguments are those of `group_tile`."""
     num_cols = cdiv(N, BLOCK_N)
     start, programs = tl.program_id(0), tl.num_programs(0)
     end = first_row(offsets, R)

@@ -49,7 +49,7 @@ def grouped_wgrad_kernel(
     PRECISION: tl.constexpr = "ieee",
     DW_TMA: tl.constexpr = False,
 ):
-    """dw[e] [N, K] = dy [R, N][rows of e].T @ x [R, K][rows of e], persistent. Offsets are cut to [0, R]."""
+    """dw[e] [N, K] = dy [R, N][rows of e].T @ x [R, K][rows of e], persistent. Offsets are clamped to [0, R]."""
     num_rows = cdiv(N, BLOCK_M)
     num_cols = cdiv(K, BLOCK_N)
     count = num_rows * num_cols
@@ -76,7 +76,7 @@ def grouped_wgrad_kernel(
 
 @triton.jit
 def grouped_gated_backward_kernel(dy, gate, up, dgate, dup, offsets, E, R, N, BLOCK: tl.constexpr, ACT: tl.constexpr):
-    """dup = dy act(gate); dgate = dy up act'(gate), all contiguous [R, N]; rows from offsets[E] on are left alone."""
+    """dup = dy act(gate); dgate = dy up act'(gate), all contiguous [R, N]; rows from offsets[E] on are not written."""
     count = to_int64(tl.minimum(tl.load(offsets + E), R)) * N
     for block in range(tl.program_id(0), cdiv(count, BLOCK), tl.num_programs(0)):
         at = to_int64(block) * BLOCK + tl.arange(0, BLOCK)

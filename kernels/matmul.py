@@ -54,9 +54,9 @@ def multiply_add(acc, x, w, PRECISION: tl.constexpr):
     """acc + x [BLOCK_M, BLOCK_K] @ w [BLOCK_K, BLOCK_N].
 
     PRECISION   of fp32 operands: "ieee" or "tf32"
-    Hopper sums products of fp8 in 22 bits (DeepSeek-V3, section 3.3.2), so each block of K is added up in fp32: there
-    Triton keeps this addition apart from the product, elsewhere it makes them one. Asked for the same by
-    max_num_imprecise_acc, it adds what wgmma has not been waited for, which PTX leaves undefined (3.9).
+    Hopper sums fp8 products in 22 bits (DeepSeek-V3, section 3.3.2), so each block of K is added in fp32. On Hopper
+    Triton keeps this addition separate from the product, elsewhere it fuses them. max_num_imprecise_acc should do the
+    same, but with it Triton 3.9 adds results before it waits for wgmma, which PTX leaves undefined.
     """
     x = widen(x)
     if x.dtype.is_fp8():
@@ -157,7 +157,7 @@ def descriptor_loop(
 
 @inline
 def column_block(w, col, k, ACROSS: tl.constexpr):
-    """[BLOCK_K, BLOCK_N] of w, by its descriptor of [N, K] or ACROSS of [K, N]."""
+    """[BLOCK_K, BLOCK_N] of w, by a descriptor of [N, K], or with ACROSS of [K, N]."""
     if ACROSS:
         block = w.load([k, col])
     else:
@@ -269,7 +269,7 @@ def mixed_tile(
     PRECISION: tl.constexpr = IEEE,
     ACROSS: tl.constexpr = False,
 ):
-    """x[rows] @ w[col:col + BLOCK_N].T in fp32, w by its descriptor, ACROSS of [K, N]."""
+    """x[rows] @ w[col:col + BLOCK_N].T in fp32; w is a descriptor of [N, K], or with ACROSS of [K, N]."""
     acc = tl.full((rows.shape[0], BLOCK_N), 0, tl.float32)
     a = x + (rows.to(tl.int64) * stride_xm)[:, None]
     return mixed_loop(acc, a, row_mask[:, None], stride_xk, w, col, K, BLOCK_K, EVEN_K, PRECISION, ACROSS)
@@ -277,7 +277,7 @@ def mixed_tile(
 
 @inline
 def tile_of(tile, num_rows, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """(first row, first column) of a tile, of num_rows * num_cols of them."""
+    """(first row, first column) of a tile; there are num_rows * num_cols tiles."""
     row, col = grouped(tile, num_rows, num_cols, GROUP)
     return row * BLOCK_M, col * BLOCK_N
 

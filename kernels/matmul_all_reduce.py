@@ -33,7 +33,7 @@ from .tiles import cdiv, grouped, inline, narrow, shard, to_int64
 
 @inline
 def place_of_tile(row, col, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr):
-    """Where a tile begins among a rank's partials, each tile contiguous, and how many columns it has there."""
+    """(offset of a tile among a rank's partials, where each tile is contiguous; its number of columns there)."""
     begin = to_int64(row) * BLOCK_M * N + to_int64(col) * BLOCK_N * tl.minimum(BLOCK_M, M - row * BLOCK_M)
     if EVEN_N:
         return begin, BLOCK_N
@@ -73,7 +73,7 @@ def one_shot_kernel(
     w_scale=None,
     stride_ws=None,
 ):
-    """A slot holds [W, M * N], the partials of all ranks tile by tile; flag p is that of program p."""
+    """A slot holds [W, M * N], the partials of all ranks tile by tile. Flag p belongs to program p."""
     if signals.failed(peers):
         return
     if TMA:
@@ -181,7 +181,7 @@ def two_shot_kernel(
     w_scale=None,
     stride_ws=None,
 ):
-    """A slot holds [W, R_r, N], partials of the own rows, and from result_at on [M, N], the sums of all owners."""
+    """A slot holds [W, R_r, N], partials of this rank's rows, and from byte result_at on [M, N], sums of all owners."""
     if signals.failed(peers):
         return
     if TMA:

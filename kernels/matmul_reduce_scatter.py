@@ -84,10 +84,10 @@ def partial_tile(
     ELEMENT: tl.constexpr,
     scales=None,
 ):
-    """A tile of sum_i x_i @ w_i.T as ELEMENT, its columns and which of them exist. `row` is the first of rows, for TMA.
+    """(tile of sum_i x_i @ w_i.T as ELEMENT, its columns, their mask). `row` is the first of `rows`, for TMA.
 
     scales   of one product: x_scale, its stride, w_scale and its stride
-    Rows that TMA loads and row_mask excludes are another owner's, or zeros beyond x; their products are not stored.
+    TMA may load rows that row_mask excludes: another owner's, or zeros past the end of x. Their products are not used.
     """
     cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = cols < N
@@ -133,7 +133,7 @@ def partial_tile(
 
 @inline
 def publish_stored(peers, stored):
-    """Publish the chunk that is stored and not published yet, world * chunk + owner, if there is one: -1 is none."""
+    """Publish a chunk that is stored but not yet published; `stored` is world * chunk + owner, or -1. Returns -1."""
     if stored >= 0:
         signals.publish(peers, stored % peers.world_size, stored // peers.world_size)
     return tl.full((), -1, tl.int32)
@@ -141,7 +141,7 @@ def publish_stored(peers, stored):
 
 @inline
 def publish_stored_to_all(peers, stored):
-    """The same of a chunk that is stored at all ranks."""
+    """The same for a chunk that is stored at all ranks; `stored` is the chunk, or -1."""
     if stored >= 0:
         signals.publish_to_all(peers, stored)
     return tl.full((), -1, tl.int32)
@@ -178,7 +178,7 @@ def send_chunk(
     ELEMENT: tl.constexpr,
     scales,
 ):
-    """Multiply a chunk of the owner's rows and store it in its slot; what is `stored` now. Note [Late publish]."""
+    """Multiply a chunk of the owner's rows, store it in its slot, return the new `stored`. See Note [Late publish]."""
     limit = size * batch
     num_rows, num_cols = cdiv(limit, BLOCK_M), cdiv(N, BLOCK_N)
     last = tl.minimum((chunk + 1) * group, num_rows * num_cols)
@@ -215,14 +215,14 @@ def send_chunk(
         stored = publish_stored(peers, stored)
         at = local.to(tl.int64)[:, None] * N + cols[None, :]
         tl.store(out + at, value, mask=inside[:, None] & col_mask[None, :])
-    return tl.where(chunk * group < last, chunk * peers.world_size + owner, stored)  # ranks' rows may differ
+    return tl.where(chunk * group < last, chunk * peers.world_size + owner, stored)  # a short shard has fewer chunks
 
 
 @inline
 def part_of_tile(first, last, col, N, PART_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Element offsets and mask of PART_M rows of a tile column, those before `last`, and its columns.
+    """(element offsets, mask, columns) of PART_M rows of a tile column, from `first` on; rows before `last` exist.
 
-    A sum holds no accumulator of the matmul's shape: a whole tile's 64-bit offsets would not fit the registers.
+    Sums do not use the matmul's tile shape: the 64-bit offsets of a whole tile would not fit in registers.
     """
     rows = first + tl.arange(0, PART_M)
     cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -232,7 +232,7 @@ def part_of_tile(first, last, col, N, PART_M: tl.constexpr, BLOCK_N: tl.constexp
 
 @inline
 def reduced_tile(base, stride_source, at, mask, bias, cols, N, WORLD: tl.constexpr, AT_ONCE: tl.constexpr = 2):
-    """Sum of the sources' partials in rank order in fp32, plus bias. Those of AT_ONCE are loaded at a time."""
+    """Sum of all sources' partials in rank order in fp32, plus bias. AT_ONCE sources' partials are loaded at a time."""
     acc = tl.full((at.shape[0], at.shape[1]), 0, tl.float32)
     for src in tl.range(0, WORLD, loop_unroll_factor=AT_ONCE):
         acc += widen(tl.load(base + src * stride_source + at, mask=mask, other=0.0)).to(tl.float32)
@@ -259,7 +259,7 @@ def sum_chunk(
     PART_M: tl.constexpr,
     BROADCAST: tl.constexpr,
 ):
-    """Wait for a chunk of the own rows, `limit` of them, and sum a part of each tile, of so many rows."""
+    """Wait for a chunk of this rank's `limit` rows, and sum one part of each tile: `part_rows` rows."""
     element: tl.constexpr = y.dtype.element_ty
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
@@ -286,21 +286,21 @@ def sum_chunk(
 
 @inline
 def part_of_rows(row, part, part_rows, limit, BLOCK_M: tl.constexpr):
-    """The rows (first, end) of a part of a row of tiles."""
+    """(first, end) of the rows in one part of a row of tiles."""
     first = row * BLOCK_M + part * part_rows
     return first, tl.minimum(tl.minimum(first + part_rows, (row + 1) * BLOCK_M), limit)
 
 
 @inline
 def sums_at(peers, rank, result_at, ELEMENT: tl.constexpr):
-    """Where a rank's slot holds the sums of all owners. A hint of alignment before the cast would be lost."""
+    """Where a rank's slot holds the sums of all owners. An alignment hint before the cast would be lost."""
     out = (signals.slot(peers, rank) + result_at).to(tl.pointer_type(ELEMENT))
     return tl.multiple_of(out, 16)
 
 
 @inline
 def sum_turn(at, chunks, left, parts, height, BLOCK_M: tl.constexpr):
-    """(chunk, part, its rows of a tile) number `at` of the sums: whole chunks, then the last `left` in `parts` each."""
+    """(chunk, part, rows per tile) of sum number `at`: whole chunks, then the last `left`, each in `parts` parts."""
     whole = chunks - left
     if at < whole:
         chunk, part, rows = at, 0 * at, 0 * at + BLOCK_M
@@ -347,8 +347,8 @@ def reduce_scatter(
 ):
     """Multiply, send and sum until all tickets are taken. y [R_r, N]. Returns the number of chunks.
 
-    BROADCAST: the sums also go to all peers, there sums_begin elements beyond result_at bytes from the slot's begin;
-    number i of sum_turn is announced by flag flags + i, so that of chunk i where parts is 1.
+    BROADCAST: the sums also go to all peers, at byte result_at of the slot plus sums_begin elements. Flag flags + i
+    announces sum number i of sum_turn; if parts is 1, that is chunk i.
     """
     world: tl.constexpr = peers.world_size
     rank = signals.rank_of(peers)
@@ -458,7 +458,7 @@ def matmul_reduce_scatter_kernel(
     TMA: tl.constexpr = False,
     X_TMA: tl.constexpr = False,
     ACROSS: tl.constexpr = False,  # the w_i by TMA, each as [K_i, N]
-    w_descriptor0=None,  # with TMA: of the w_i. Not a tuple: launchers of Triton 3.6 and 3.7 find none in tuples
+    w_descriptor0=None,  # with TMA: of the w_i. Not a tuple: launchers of Triton 3.6 and 3.7 miss them in tuples
     w_descriptor1=None,
     w_descriptor2=None,
     w_descriptor3=None,

@@ -36,7 +36,7 @@ AT_ONCE = tl.constexpr(8)  # flags per source that are polled at once
 
 @inline
 def most_chunks(begins, chunk_rows, WORLD: tl.constexpr):
-    """Chunks of the longest segment; begins int32 [W + 1]."""
+    """Number of chunks in the longest segment; begins int32 [W + 1]."""
     most = tl.full((), 0, tl.int32)
     for p in range(WORLD):
         _begin, count = segment(begins, p)
@@ -58,9 +58,9 @@ def push_by_expert(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Send chunks until all are taken, own rows last, but a chunk goes to all owners before the next goes to any.
+    """Send chunks until all are taken. A chunk goes to all owners, this rank last, before the next goes to any.
 
-    Flag c is chunk c of a segment.
+    Flag c belongs to chunk c of a segment.
     """
     world: tl.constexpr = peers.world_size
     pieces = most_chunks(begins, chunk_rows, world) * world
@@ -83,7 +83,7 @@ def push_by_expert(
 
 @inline
 def wait_expert(peers, blocks, E, chunk_rows, expert):
-    """Wait for the chunks of every source that hold rows of this expert. They often are there: one look at many."""
+    """Wait for the chunks of every source that hold rows of this expert. They often have come: polls many at once."""
     world: tl.constexpr = peers.world_size
     lane = tl.arange(0, triton.next_power_of_2(world) * AT_ONCE)
     src = lane // AT_ONCE

@@ -50,7 +50,7 @@ def segment(begins, p):
 
 @inline
 def overflows(peers, totals, max_rows):
-    """Whether an owner would get more rows than it has room for. All ranks see the same, and one program records it."""
+    """Whether an owner would get more than max_rows rows. All ranks find the same; their first programs record it."""
     found = tl.full((), 0, tl.int32)
     for owner in range(peers.world_size):
         total = tl.load(totals + owner)
@@ -75,10 +75,10 @@ def push_segments(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Send blocks until all are taken: to rank + 1, ..., and to this rank last; part by part of columns.
+    """Send blocks until all are taken, part by part of the columns: to rank + 1, ..., and to this rank last.
 
-    Flag p is part p of a segment, published when all its blocks are stored, and late, see Note [Late publish] in
-    matmul_reduce_scatter.py: a program counts its blocks of a segment when it has stored of the next one.
+    Flag p belongs to part p of a segment. It is published when all its blocks are stored, and late: a program counts
+    its blocks of a segment after it stores some of the next. Note [Late publish] in matmul_reduce_scatter.py.
     """
     world: tl.constexpr = peers.world_size
     if tl.program_id(0) == 0:
@@ -116,9 +116,9 @@ def push_segments(
 
 @inline
 def publish_stored(peers, stored, held, blocks):
-    """Count this program's blocks of part * world + receiver, `held` of `blocks`, if there are some: -1 is none.
+    """Count this program's `held` of the `blocks` blocks of `stored`: part * world + receiver, or -1 if there is none.
 
-    Who counts the last ones publishes.
+    The program that counts the last block publishes.
     """
     if stored >= 0:
         dst, part = stored % peers.world_size, stored // peers.world_size
@@ -139,9 +139,9 @@ def publish_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Copy blocks of x to the own slot until all are taken; flag 0, when all are stored.
+    """Copy blocks of x to this rank's slot until all are taken. Sets flag 0 when all are stored.
 
-    Nothing is copied where nothing is sent, as in most rounds of an exchange in rounds.
+    If no rows are sent, as in most rounds of an exchange in rounds, nothing is copied.
     """
     if tl.program_id(0) == 0:
         signals.arrive(peers)
@@ -178,7 +178,7 @@ def pull_block(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Copy a block of the rows that are wanted of a source to where they belong."""
+    """Copy one block of the rows that this rank wants from a source to their final positions."""
     at = block * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = at < count
     taken = tl.load(wanted + at, mask=inside, other=0) // choices_per_row
@@ -208,7 +208,7 @@ def moe_dispatch_kernel(
     PULL_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A slot holds [T_r, K], this rank's x; flag 0 is all of it."""
+    """A slot holds [T_r, K], this rank's x; flag 0 covers all of it."""
     if signals.failed(peers):
         return
     if overflows(peers, totals, max_rows):
@@ -265,7 +265,7 @@ def sum_choices(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out[:, first_col:last_col], every `programs`-th block of tokens from `start` on: choices in order, in fp32."""
+    """out[:, first_col:last_col] of every `programs`-th block of tokens from `start` on: choices in order, in fp32."""
     for first in range(start * BLOCK_M, T, programs * BLOCK_M):
         tokens = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
         for n in range(first_col, last_col, BLOCK_N):

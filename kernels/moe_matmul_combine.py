@@ -43,14 +43,14 @@ def row_addresses(peers, to, at, rows, inside, N, ELEMENT: tl.constexpr):
 
 @inline
 def send_tile(home, acc, inside, cols, N, ELEMENT: tl.constexpr):
-    """Columns of rows to their row_addresses, rounded once."""
+    """Store columns of rows at their row_addresses, rounded once."""
     mask = inside[:, None] & (cols < N)[None, :]
     tl.store(home[:, None] + cols[None, :], narrow(acc, ELEMENT), mask=mask)
 
 
 @inline
 def all_blocks(offsets, E, R, BLOCK_M: tl.constexpr):
-    """Rows of tiles that all experts have."""
+    """Number of rows of tiles, over all experts."""
     blocks = tl.full((), 0, tl.int32)
     end = first_row(offsets, R)
     for expert in range(E):

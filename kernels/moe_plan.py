@@ -12,7 +12,7 @@ from .tiles import decoded, inline, shard
 
 @inline
 def expert_of(ids, at, count, NUM_EXPERTS):
-    """ids[at], NUM_EXPERTS of a choice that is dropped or of no expert, and more past the end."""
+    """ids[at]; NUM_EXPERTS for a dropped choice or an id out of range, and NUM_EXPERTS + 1 past the end."""
     expert = tl.load(ids + at, mask=at < count, other=0)
     expert = tl.where((expert < 0) | (expert > NUM_EXPERTS), NUM_EXPERTS, expert).to(tl.int32)
     return tl.where(at < count, expert, NUM_EXPERTS + 1)
@@ -20,11 +20,11 @@ def expert_of(ids, at, count, NUM_EXPERTS):
 
 @triton.jit
 def moe_sort_kernel(ids, words, places, count, NUM_EXPERTS, BLOCK: tl.constexpr):
-    """ids [count] -> words int32 [NUM_EXPERTS + count]: how often each expert is chosen, then the choices in order; and
-    places int32 [count], where each choice stands in that order.
+    """ids [count] -> words int32 [NUM_EXPERTS + count]: how often each expert is chosen, then all choices by expert;
+    and places int32 [count], the position of each choice in that order.
 
-    A program has one expert, the last one the dropped choices. It counts those of the experts before it, then it writes
-    its own behind them, as they come: a stable sort without a counter that programs share.
+    Each program handles one expert, the last one the dropped choices. It counts the choices of all experts before its
+    own, then writes its own after them, in order: a stable sort without a counter that programs share.
     """
     expert = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
@@ -69,10 +69,10 @@ def moe_index_kernel(
     ALL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """table int32 [WORLD, WORLD * HERE] -> the index of one rank, all int32; HERE experts are on each.
+    """table int32 [WORLD, WORLD * HERE] -> the index of one rank, all int32. Each rank has HERE experts.
 
-    SOURCES, EXPERTS and ALL are the powers of two that cover WORLD, HERE and WORLD * HERE. A program has a block, the
-    rows from one source for one of the rank's experts. WORLD + 1 more have a rank each, and the end of every list.
+    SOURCES, EXPERTS and ALL are the powers of two that cover WORLD, HERE and WORLD * HERE. One program per block: the
+    rows from one source for one of this rank's experts. WORLD + 1 more: one per rank, one for the end of every list.
     """
     rank = decoded(rank2)
     program = tl.program_id(0)
@@ -133,7 +133,7 @@ def window_of(
     SOURCES: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Of the blocks of source s at an owner, by expert: rows, how many come before low, and how many are below high."""
+    """(rows, rows before low, rows in low .. high - 1) of the blocks of source s at an owner, by expert."""
     source, expert = tl.arange(0, SOURCES)[:, None], tl.arange(0, EXPERTS)[None, :]
     rows = table + source * (WORLD * HERE) + owner * HERE + expert
     counts = tl.load(rows, mask=(source < WORLD) & (expert < HERE), other=0)
@@ -162,12 +162,12 @@ def moe_window_kernel(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """table int32 [WORLD, WORLD * HERE] and orders, every rank's choices by (expert, choice) -> the same of the rows
-    low .. high - 1 of each owner, whose rows are by (expert, source, choice); and places int32, where each choice of
-    this rank stands in its new order: behind all choices if its row is none of these.
+    """table int32 [WORLD, WORLD * HERE] and orders, every rank's choices by (expert, choice) -> the same for rows
+    low .. high - 1 of each owner, in the owner's order (expert, source, choice); and places int32, the position of each
+    choice of this rank in its new order: past all choices if its row is not one of these.
 
-    A program has a block, the choices of one source for one expert, which is one piece in the orders of both. One more
-    has this rank's dropped choices. Orders are made where they are read: this rank's, and what it owns of others'.
+    One program per block: the choices of one source for one expert, contiguous in both orders. One more for this rank's
+    dropped choices. Orders are written only where they are read: this rank's own, and its rows in those of others.
     """
     rank = decoded(rank2)
     program = tl.program_id(0)

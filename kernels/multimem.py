@@ -46,7 +46,7 @@ STORE = tl.constexpr("""{
 
 @inline
 def other_address(multicast):
-    """Between accesses by a slot's own address and by the multicast one: Note [Two addresses of one memory]."""
+    """Fence between accesses by a slot's own address and by the multicast one: Note [Two addresses of one memory]."""
     if multicast is not None:
         tl.inline_asm_elementwise("fence.proxy.alias; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -55,11 +55,11 @@ def other_address(multicast):
 def sum_slots(
     peers, multicast, first, last, col, stride, SUM_M: tl.constexpr, BLOCK_N: tl.constexpr, ELEMENT: tl.constexpr
 ):
-    """Put the sum over ranks of rows first, ..., last - 1 of a tile column of [., stride] into the slots of all.
+    """Sum rows first, ..., last - 1 of a tile column of [., stride] over ranks, and store the sum in the slots of all.
 
-    multicast   int64 [1], the address that stands for the data regions of all ranks, or None
-    stride      in elements, of whole accesses
-    At most SUM_M rows, enough for Note [One thread a piece].
+    multicast   int64 [1], the multicast address of the data regions of all ranks, or None
+    stride      in elements, a multiple of one access
+    At most SUM_M rows; SUM_M is large enough for Note [One thread a piece].
     """
     rows = (first + tl.arange(0, SUM_M)).to(tl.int64)
     if multicast is not None:
@@ -96,5 +96,5 @@ def sum_slots(
 
 @inline
 def _elements(peers, rank, ELEMENT: tl.constexpr):
-    """A rank's slot, by its own address."""
+    """A rank's slot, by its own address, not by the multicast one."""
     return tl.multiple_of(signals.slot(peers, rank).to(tl.pointer_type(ELEMENT)), 16)

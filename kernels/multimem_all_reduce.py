@@ -33,7 +33,7 @@ from .tiles import cdiv, grouped, inline, narrow
 
 @inline
 def first_flag(chunk, whole, parts):
-    """Of a chunk's sum. The first `whole` chunks have one flag each, the others one a part."""
+    """The first flag of a chunk's sum. The first `whole` chunks have one flag each, the others one per part."""
     return tl.where(chunk < whole, chunk, whole + (chunk - whole) * parts)
 
 
@@ -72,7 +72,7 @@ def multimem_all_reduce_kernel(
     w_descriptor0=None,  # with TMA: of w
     x_descriptor0=None,  # with X_TMA: of x
 ):
-    """A slot holds [M, stride]: the own partials, then the sums. Flag c is chunk c of a source, `flags` + i a sum."""
+    """A slot holds [M, stride]: own partials, then sums. Flag c is for chunk c of a source, `flags` + i for a sum."""
     if signals.failed(peers):
         return
     if TMA:

@@ -12,17 +12,17 @@ import triton.language as tl
 
 from .tiles import INTERPRETED, inline, to_int64
 
-LINE = tl.constexpr(128)  # bytes that a prefetch brings
+LINE = tl.constexpr(128)  # bytes per prefetch
 LINES = tl.constexpr(512)  # per program: 64 KiB
 MOST_ROWS = tl.constexpr(32)  # rows of x up to which it pays off: transfers of more rows would wait for the weights
 
 
 @inline
 def prefetch_rows(w, first, width, stride_wn, stride_wk, K, BLOCK_N: tl.constexpr, CLOCK: tl.constexpr):
-    """Ask for the first columns of rows first, ..., first + BLOCK_N - 1 of w [width, K], if its rows are contiguous.
+    """Prefetch the first columns of rows first, ..., first + BLOCK_N - 1 of w [width, K], if its rows are contiguous.
 
-    first   may lie outside: then nothing is asked for
-    CLOCK   of `Peers`: on "cuda" alone there is such an instruction
+    first   may lie outside of w: then nothing is prefetched
+    CLOCK   of `Peers`: only "cuda" has this instruction
     """
     if CLOCK == "cuda" and not INTERPRETED:
         EACH: tl.constexpr = LINES // BLOCK_N

@@ -23,14 +23,14 @@ def load_tile(x, rows, stride_m, row_mask, cols, stride_k, K):
 
 @inline
 def finite_magnitude(x):
-    """|x|, and 0 of what is NaN or infinite."""
+    """|x|, or 0 where x is NaN or infinite."""
     magnitude = tl.abs(x)
     return tl.where(magnitude < INFINITY, magnitude, 0.0)
 
 
 @inline
 def scale_exponent(largest, TOP: tl.constexpr):
-    """Of the smallest power of two, at least 2**-126, that brings these to at most 0.875 * 2**TOP; of 0, -TOP."""
+    """Exponent of the smallest scale (a power of two) with largest / scale <= 0.875 * 2**TOP; >= -126; for 0, -TOP."""
     bits = largest.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 126 - TOP  # largest = mantissa * 2**(this + TOP), mantissa in [0.5, 1)
     exponent += ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
@@ -39,14 +39,14 @@ def scale_exponent(largest, TOP: tl.constexpr):
 
 @inline
 def power_of_two(exponent):
-    """2**exponent in fp32, of an exponent in [-126, 127]."""
+    """2**exponent in fp32, for an exponent in [-126, 127]."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @inline
 def to_fp8(x, kind: tl.constexpr):
-    """fp32 to e4m3 or e5m2, to the nearest, ties to even. What is beyond the largest becomes the largest, an infinity
-    stays one, or NaN in e4m3, and NaN stays NaN.
+    """Round fp32 to e4m3 or e5m2, to nearest, ties to even. Finite values beyond the largest fp8 become the largest. An
+    infinity stays one, or becomes NaN in e4m3. NaN stays NaN.
     """
     LARGEST: tl.constexpr = 448.0 if kind == tl.float8e4nv else 57344.0
     inside = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
@@ -61,10 +61,10 @@ def to_fp8(x, kind: tl.constexpr):
 
 @inline
 def fp8_bits(x, kind: tl.constexpr):
-    """What the interpreter's own cast gets wrong: the bits of fp32 within the format's range, or NaN.
+    """The fp8 bits of fp32 values within the format's range, or of NaN. The interpreter's own cast gets these wrong.
 
-    The least significant bit is one of fp32's where fp8 is normal; below, it is the last one of the sum with a number
-    that has no bits after it.
+    Where fp8 is normal, its last bit is a bit of the fp32 mantissa. Below, adding AWAY makes it the last bit of the
+    fp32 sum.
     """
     CUT: tl.constexpr = 20 if kind == tl.float8e4nv else 21  # mantissa bits that fp8 lacks compared with fp32
     BIAS: tl.constexpr = 120 if kind == tl.float8e4nv else 112  # difference of the exponent biases
@@ -98,8 +98,8 @@ def quantize_kernel(
     WHOLE: tl.constexpr,  # BLOCK covers FILLED
     COPIES: tl.constexpr,
 ):
-    """values = fp8(x / scale), by the scale of each row that brings its largest magnitude to at most the largest fp8,
-    or by the one that is given. A program takes ROWS rows.
+    """values = fp8(x / scale). The scale is the given one, or one per row that brings its largest magnitude to at most
+    the largest fp8. A program takes ROWS rows.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < M
@@ -146,7 +146,7 @@ def largest_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """parts = the largest finite magnitude of each program's rows, 0 of none."""
+    """parts = the largest finite magnitude of each program's rows, 0 if there is none."""
     cols = tl.arange(0, BLOCK)
     largest = tl.full((ROWS, BLOCK), 0.0, tl.float32)
     for first in range(tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS):
@@ -172,7 +172,7 @@ def pack_kernel(
     WIDTH: tl.constexpr,  # columns of a block
     TOP: tl.constexpr,
 ):
-    """Packed rows of x, with a scale for each block. A program takes BLOCKS blocks of ROWS rows."""
+    """Pack the rows of x, with one scale per block. A program takes BLOCKS blocks of ROWS rows."""
     COLUMNS: tl.constexpr = BLOCKS * WIDTH
     parts = cdiv(K, COLUMNS)
     rows = tl.program_id(0) // parts * ROWS + tl.arange(0, ROWS)

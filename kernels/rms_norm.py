@@ -75,7 +75,7 @@ def rms_norm_backward_kernel(
 ):
     """dx = r (g - h r^2 mean(g h)) (+ dtotal) with g = dy weight; dweight = sum over rows of dy h r.
 
-    Rows go to programs by their number alone, so the sums are the same in every run.
+    A row's number alone decides which program takes it, so the sums are the same in every run.
     """
     cols = tl.arange(0, BLOCK)
     w = widen(tl.load(weight + cols, mask=cols < H, other=0.0)).to(tl.float32)

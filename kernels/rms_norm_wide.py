@@ -20,7 +20,7 @@ def load_wide(x, row, stride, cols, mask):
 
 @inline
 def summed(x, stride_x, residual, stride_r, row, cols, mask):
-    """x (+ residual), rounded as it is stored, in fp32."""
+    """x (+ residual) in fp32, rounded as it is stored."""
     h = load_wide(x, row, stride_x, cols, mask)
     if residual is not None:
         h += load_wide(residual, row, stride_r, cols, mask)
@@ -32,7 +32,7 @@ def summed(x, stride_x, residual, stride_r, row, cols, mask):
 def rms_norm_wide_kernel(
     x, stride_x, residual, stride_r, weight, y, total, inverse_rms, T, H, eps, BLOCK: tl.constexpr
 ):
-    """As rms_norm_kernel, one row a program."""
+    """As rms_norm_kernel, with one row per program."""
     row = tl.program_id(0)
     squares = tl.full((BLOCK,), 0.0, tl.float32)
     for first in range(0, H, BLOCK):
@@ -56,9 +56,9 @@ def rms_norm_wide_backward_kernel(
     dy, stride_dy, dtotal, stride_dt, h, stride_h, weight, inverse_rms, dx, dweight, T, H,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """As rms_norm_backward_kernel, with COLUMNS programs, one for each BLOCK columns, for the rows that they walk.
+    """As rms_norm_backward_kernel, with COLUMNS programs for the same rows, one for each BLOCK columns.
 
-    Each reads whole rows for their mean; the programs of a row stand side by side and find it in the cache they share.
+    Each reads whole rows for their mean. Programs of the same rows run side by side and share the reads in the cache.
     """
     part = tl.program_id(0) // COLUMNS
     own = tl.program_id(0) % COLUMNS * BLOCK + tl.arange(0, BLOCK)

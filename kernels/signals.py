@@ -90,16 +90,16 @@ PATIENCE = tl.constexpr(4 if INTERPRETED.value else 1024)
 class Peers(NamedTuple):
     """One rank's view of its group, passed to a kernel as one argument.
 
-    data         int64 [W]   address of every rank's data region, two slots of slot_bytes
-    flags        int64 [W]   address of every rank's int32 flags, [W, flags_per_source], by source and chunk
-    arrivals     int64 [W]   address of every rank's int64 [2, W], by parity and source: signature << 32 | epoch
-    epoch        int32 [4 + MOST_PARTS W]   own memory on the device: number of this call, from 1 on; how many pieces of
-                             PUSH and of TILE work it has handed out; how many programs have LEFT it, and how many are
-                             DONE with a part of it
-    failure      int64 [8]   own memory on the device, read by every program: nonzero after a failure
-    status       int64 [8]   where the host looks: code, peer, chunk or ARRIVAL, wanted, seen
+    data         int64 [W]   address of each rank's data region, two slots of slot_bytes
+    flags        int64 [W]   address of each rank's int32 flags [W, flags_per_source], by source and chunk
+    arrivals     int64 [W]   address of each rank's int64 [2, W], by parity and source: signature << 32 | epoch
+    epoch        int32 [4 + MOST_PARTS W]   own device memory: number of this call, from 1 on; numbers of PUSH and TILE
+                             pieces handed out; number of programs that have LEFT; for each (part, rank), number of
+                             programs or pieces that are DONE
+    failure      int64 [8]   own device memory, read by every program: nonzero after a failure
+    status       int64 [8]   read by the host: code, peer, chunk or ARRIVAL, wanted, seen
     rank2        int         2 rank + 3; see Note [Odd integers]
-    low2, high2  int         the signature's 16-bit halves, likewise
+    low2, high2  int         the 16-bit halves of the signature, encoded in the same way
     world_size and clock ("cuda", "hip" or "host") are tl.constexpr, the rest are ints.
     """
 
@@ -121,7 +121,7 @@ class Peers(NamedTuple):
 
 @inline
 def leave(peers):
-    """End this program's part in a call: the last thing that each does. The last one begins the next call.
+    """Leave the call. Every program does this last, and the last program to leave begins the next call.
 
     See Note [The next call].
     """
@@ -148,26 +148,26 @@ def signature_of(peers):
 
 @inline
 def slot(peers, rank):
-    """Address of the slot of this call in the data region of `rank`, as int64."""
+    """Address, as int64, of this call's slot in the data region of `rank`."""
     base = tl.load(peers.data + rank)
     return base + (tl.load(peers.epoch) & 1).to(tl.int64) * peers.slot_bytes
 
 
 @inline
 def failed(peers):
-    """Whether this or an earlier call failed. One thread reads, all threads of the program get its answer."""
+    """Whether this or an earlier call failed. One thread reads, and all threads of the program get its answer."""
     return tl.atomic_add(peers.failure, 0, sem="relaxed", scope="gpu") != FINE
 
 
 @inline
 def take(peers, kind):
-    """The number of the next piece of work of this kind: 0, 1, ..., each to one program. See Note [Tickets]."""
+    """Take the number of the next piece of work of this kind: 0, 1, ..., each for one program. See Note [Tickets]."""
     return tl.atomic_add(peers.epoch + kind, 1, sem="relaxed", scope="gpu")
 
 
 @inline
 def complete(peers, dst, part, programs):
-    """Whether this is the last of so many programs to have stored what goes to `dst` in this part of the call.
+    """Whether this program is the last of `programs` that store data for `dst` in this part of the call.
 
     See Note [One flag of many programs].
     """
@@ -181,9 +181,9 @@ def complete(peers, dst, part, programs):
 
 @inline
 def complete_pieces(peers, dst, part, mine, pieces):
-    """`complete`, of so many pieces, of which this program has stored `mine`, one or more.
+    """`complete` for `pieces` pieces instead of programs. This program has stored `mine` of them, at least one.
 
-    One of them is counted as a program is, which releases what all have stored.
+    The last of them is counted by `complete`, which releases the stores of all of them.
     """
     tl.atomic_add(peers.epoch + DONE + part * peers.world_size + dst, mine - 1, sem="relaxed", scope="gpu")
     return complete(peers, dst, part, pieces)
@@ -191,7 +191,7 @@ def complete_pieces(peers, dst, part, mine, pieces):
 
 @inline
 def publish(peers, dst, chunk):
-    """Tell `dst` that everything this program stored so far is there: its flag for (this rank, chunk)."""
+    """Set the flag of `dst` for (this rank, chunk): everything that this program has stored so far is there."""
     healthy = failed(peers) == 0
     flag = tl.load(peers.flags + dst).to(tl.pointer_type(tl.int32))
     flag += rank_of(peers) * peers.flags_per_source + chunk
@@ -201,7 +201,7 @@ def publish(peers, dst, chunk):
 
 @inline
 def publish_to_all(peers, chunk):
-    """`publish` to every rank, this one too. See Note [All at once]."""
+    """`publish` to every rank, including this one. See Note [All at once]."""
     reached = tl.where(failed(peers), 0, peers.world_size)
     rank, exists = all_ranks(peers)
     flag = tl.load(peers.flags + rank, mask=exists, other=0).to(tl.pointer_type(tl.int32))
@@ -212,9 +212,9 @@ def publish_to_all(peers, chunk):
 
 @inline
 def arrive(peers):
-    """Tell every rank, this one too, that this one is in the call, and which call it takes it for. Once a launch.
+    """Tell every rank, including this one, that this rank is in the call, and the call's signature. Once per launch.
 
-    What is released is what launches before this one have done.
+    This releases the work of all earlier launches.
     """
     rank, exists = all_ranks(peers)
     epoch = tl.load(peers.epoch)
@@ -227,7 +227,7 @@ def arrive(peers):
 
 @inline
 def wait(peers, src, chunk):
-    """Spin until `src` has published `chunk` in this call; on the way out every thread of the program is ordered.
+    """Spin until `src` has published `chunk` in this call. Every thread of the program is then ordered after that.
 
     Returns at once after a failure; see Note [A failed call].
     """
@@ -236,16 +236,16 @@ def wait(peers, src, chunk):
 
 @inline
 def wait_chunks(peers, src, first, last):
-    """Wait for the chunks first, ..., last - 1 of `src`."""
+    """Wait for chunks first, ..., last - 1 of `src`."""
     for chunk in range(first, last):
         wait(peers, src, chunk)
 
 
 @inline
 def missing(peers, src, chunk):
-    """How many of these chunks have not been published, by one poll; every thread is ordered behind those that have.
+    """Poll once: how many of these chunks are not published yet. Every thread is ordered after those that are.
 
-    src, chunk   tiles; ranks >= world_size are not looked for
+    src, chunk   tiles; ranks >= world_size are ignored
     """
     seen = _look(peers, _flag_of(peers, src, chunk), src, True)
     late = (src < peers.world_size) & (seen - tl.load(peers.epoch) < 0)  # Note [Modular compare]
@@ -255,7 +255,7 @@ def missing(peers, src, chunk):
 
 @inline
 def wait_chunk_of_all(peers, chunk):
-    """Wait for this chunk of every rank, this one too."""
+    """Wait for this chunk of every rank, including this one."""
     rank, _ = all_ranks(peers)
     _spin(peers, _flag_of(peers, rank, chunk), rank, chunk, True)
 
@@ -264,7 +264,7 @@ def wait_chunk_of_all(peers, chunk):
 def wait_all_arrivals(peers):
     """Wait until every rank is in this call, and compare signatures.
 
-    One program of every launch does, see Note [Two rotating buffers].
+    One program of every launch calls this, see Note [Two rotating buffers].
     """
     rank, _ = all_ranks(peers)
     _compare(peers, _spin(peers, _arrival_of(peers, rank), rank, ARRIVAL, True))
@@ -272,28 +272,28 @@ def wait_all_arrivals(peers):
 
 @inline
 def all_ranks(peers):
-    """The ranks as a tile, and which of them there are: its size is a power of two."""
+    """(tile of ranks, mask of those that exist). The tile's size is a power of two."""
     rank = tl.arange(0, triton.next_power_of_2(peers.world_size))
     return rank, rank < peers.world_size
 
 
 @inline
 def _flag_of(peers, src, chunk):
-    """Where this rank looks for a chunk of `src`, a rank or all of them."""
+    """Address of this rank's flag for a chunk of `src`. Both may be tiles."""
     flag = tl.load(peers.flags + rank_of(peers)).to(tl.pointer_type(tl.int32))
     return flag + src * peers.flags_per_source + chunk
 
 
 @inline
 def _arrival_of(peers, src):
-    """Where this rank looks for the arrival of `src`, a rank or all of them."""
+    """Address of this rank's arrival word for `src`, which may be a tile."""
     word = tl.load(peers.arrivals + rank_of(peers)).to(tl.pointer_type(tl.int64))
     return word + (tl.load(peers.epoch) & 1) * peers.world_size + src
 
 
 @inline
 def _spin(peers, words, src, chunk, ALL: tl.constexpr):
-    """Poll the words of `src`, a rank or ALL of them, until each holds this call's epoch; what they hold."""
+    """Poll the words of `src`, with ALL a tile of all ranks, until each holds this call's epoch. Returns the words."""
     epoch = tl.load(peers.epoch)
     seen = _look(peers, words, src, ALL)
     late = _first(peers, seen.to(tl.int32) - epoch < 0, src, ALL)  # Note [Modular compare]
@@ -323,7 +323,7 @@ def _spin(peers, words, src, chunk, ALL: tl.constexpr):
 
 @inline
 def _look(peers, words, src, ALL: tl.constexpr):
-    """What the words of `src` hold now; one thread reads each, and hands it to the others."""
+    """Read the words of `src` with acquire. One thread reads each word and hands it to the others."""
     if ALL:
         return tl.atomic_add(words, 0, mask=src < peers.world_size, sem="acquire", scope="sys")
     else:
@@ -332,7 +332,7 @@ def _look(peers, words, src, ALL: tl.constexpr):
 
 @inline
 def _compare(peers, arrivals):
-    """Record the first rank that has arrived in this call and takes it for another one, if any of these has."""
+    """Record the first rank that has arrived in this call with another signature, if there is one."""
     rank, _ = all_ranks(peers)
     theirs = (arrivals >> 32).to(tl.int32)
     here = arrivals.to(tl.int32) - tl.load(peers.epoch) >= 0
@@ -343,7 +343,7 @@ def _compare(peers, arrivals):
 
 @inline
 def _first(peers, holds, src, ALL: tl.constexpr):
-    """The first rank of `src` for which it holds; world_size if there is none."""
+    """The first rank of `src` for which `holds` is true; world_size if there is none."""
     found = tl.where(holds, src, peers.world_size)  # ranks of the tile that do not exist count as none
     if ALL:
         found = tl.minimum(tl.min(found, 0), peers.world_size)
@@ -352,7 +352,7 @@ def _first(peers, holds, src, ALL: tl.constexpr):
 
 @inline
 def _of(values, src, rank, ALL: tl.constexpr):
-    """The value of `rank`, one of `src`."""
+    """The entry of `values` that belongs to `rank`, one of `src`."""
     if ALL:
         values = tl.sum(tl.where(src == rank, values, 0), 0)
     return values
@@ -360,7 +360,7 @@ def _of(values, src, rank, ALL: tl.constexpr):
 
 @inline
 def record(peers, code, peer, chunk, wanted, seen):
-    """Write the failure, unless another program was first."""
+    """Record the failure, unless another program has recorded one."""
     zero = tl.full((), 0, tl.int64)
     first = tl.atomic_cas(peers.failure, zero, zero + code, sem="relaxed", scope="gpu") == FINE
     tl.store(peers.status, zero + code, mask=first)
@@ -373,21 +373,21 @@ def record(peers, code, peer, chunk, wanted, seen):
 if INTERPRETED.value:
 
     def _clock(peers):
-        """Nanoseconds of a clock that runs while others compute."""
+        """Nanoseconds of a clock that also runs while this process does not."""
         return time.monotonic_ns()
 
     def _pause():
-        """Yield the core: the rank that is waited for may need it."""
+        """Yield the core: the awaited rank may need it."""
         time.sleep(5e-4)
 
 else:
 
     @inline
     def _clock(peers):
-        """Nanoseconds, the same for all threads of the program, which a branch on them must not divide.
+        """Nanoseconds, the same value in all threads of the program, so that they take the same branch.
 
-        Threads read the timer at different moments. An atomic is done by one thread and its result handed to all; so
-        the timer's maximum goes through a word of memory.
+        Threads read the timer at different moments. An atomic is done by one thread and its result handed to all, so
+        the maximum of the timer goes through a word of memory.
         """
         if peers.clock == "cuda":
             ticks = tl.inline_asm_elementwise(
@@ -400,4 +400,4 @@ else:
 
     @inline
     def _pause():
-        """Nothing: each poll already waits for memory."""
+        """Do nothing: each poll already waits for memory."""

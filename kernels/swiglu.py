@@ -20,7 +20,7 @@ def sigmoid(x):
 
 @inline
 def activated(g, ACT: tl.constexpr):
-    """act(g) and its derivative. Each is g times a distribution function s, and so the slope is s + g s'."""
+    """act(g) and its derivative. Each act is g s(g), with s a distribution function, so the derivative is s + g s'."""
     if ACT == "silu":
         s = sigmoid(g)
         slope = s * (1.0 - s)

@@ -25,13 +25,13 @@ def inline(function: Callable) -> Callable:
 
 @inline
 def decoded(n):
-    """The integer that travelled as 2n + 3, see Note [Odd integers] in signals.py."""
+    """Decode an integer that was passed as 2n + 3, see Note [Odd integers] in signals.py."""
     return (n - 3) // 2
 
 
 @inline
 def widen(x):
-    """A tile as the arithmetic wants it: itself, or fp32 where bf16 or fp8 is only bits."""
+    """A tile ready for arithmetic: x itself, or fp32 where the interpreter holds bf16 or fp8 as bits."""
     if INTERPRETED:
         if x.dtype == tl.bfloat16:
             return x.to(tl.float32)
@@ -44,7 +44,7 @@ def widen(x):
 
 @inline
 def decode_e4m3(bits):
-    """The fp32 of an fp8-e4m3: with its bits an fp32's, of an exponent smaller by 120. 0x7F is NaN, of either sign."""
+    """Decode e4m3: its bits, shifted into place, are an fp32 that is 2**120 too small. 0x7F is NaN, of either sign."""
     bits = bits.to(tl.uint32)
     small = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), small * 2.0**120)
@@ -52,13 +52,13 @@ def decode_e4m3(bits):
 
 @inline
 def decode_e5m2(bits):
-    """The fp32 of an fp8-e5m2, which is the upper half of an fp16."""
+    """Decode fp8 e5m2, which is the upper half of an fp16, to fp32."""
     return (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @inline
 def narrow(x, dtype: tl.constexpr):
-    """fp32 to `dtype`, to the nearest, ties to even. NaN stays NaN: rounding its bits could carry it away."""
+    """Round fp32 to `dtype`, to nearest, ties to even. NaN is kept apart: rounding its bits could make it a number."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -70,13 +70,13 @@ def narrow(x, dtype: tl.constexpr):
 
 @inline
 def to_int64(x):
-    """An int64 scalar, whether `x` is a runtime value or became a constant by specialisation."""
+    """An int64 scalar, whether `x` is a runtime value or was specialised to a constant."""
     return tl.full((), 0, tl.int64) + x
 
 
 @inline
 def shard(sizes, rank, WORLD: tl.constexpr):
-    """Rows of `rank` and of all ranks before it, int32; `sizes` travel as Note [Odd integers] in signals.py says."""
+    """(rows of `rank`, rows of all ranks before it), int32; for `sizes` see Note [Odd integers] in signals.py."""
     size = tl.full((), 0, tl.int32)
     offset = tl.full((), 0, tl.int32)
     for q in tl.static_range(WORLD):
@@ -98,7 +98,7 @@ def global_rows(local, size, offset, total, batch):
 
 @inline
 def tile_rows(local, size, offset, total, batch, limit):
-    """As global_rows, with rows past the end of the shard sent to row 0 (they are masked anyway)."""
+    """As global_rows, but rows past the end of the shard become row 0 (they are masked anyway)."""
     return global_rows(tl.where(local < limit, local, 0), size, offset, total, batch)
 
 
@@ -110,7 +110,7 @@ def cdiv(a, b):
 
 @inline
 def grouped(tile, num_rows, num_cols, GROUP: tl.constexpr):
-    """(row, col) of a tile; GROUP rows are walked column by column, so that their operands stay in cache."""
+    """(row, col) of a tile. GROUP rows of tiles are walked column by column, so that their operands stay in cache."""
     width = GROUP * num_cols
     first = tile // width * GROUP
     height = tl.minimum(num_rows - first, GROUP)
@@ -120,19 +120,19 @@ def grouped(tile, num_rows, num_cols, GROUP: tl.constexpr):
 
 @inline
 def halves(x):
-    """The left and the right half of a tile's columns."""
+    """The left and right halves of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 @inline
 def dealt(start, count, stride):
-    """How many of `count` items come to a program that takes every `stride`-th from `start` on.
+    """How many of `count` items go to a program that takes every `stride`-th one from `start` on.
 
-    Items are dealt in turn across the borders of lists. With each item it takes the program adds `stride` to `start`,
-    and at the end of a list takes `count` from it: there it goes on in the next.
+    Items of several lists are dealt in turn. For each item that it takes, the program adds `stride` to `start`. At the
+    end of a list it subtracts `count`, which gives its start in the next list.
 
-    Not range(start, count, stride): what a loop over lists carries along, and only bounds an inner loop, Triton 3.6
-    takes for dead (its pass remove-layout-conversions), and deals each list from the first program on. On an H100 a
+    Not range(start, count, stride): if a loop over lists carries a value that only bounds an inner loop, Triton 3.6
+    treats it as dead (its pass remove-layout-conversions) and deals each list from the first program on. On an H100 a
     grouped matmul of DeepSeek-V3's experts took six times as long.
     """
     return (tl.maximum(count - start, 0) + stride - 1) // stride
@@ -153,7 +153,7 @@ def copy_rows(src, src_rows, src_stride, src_stride_k, dst, dst_rows, dst_stride
 def copy_rows_ahead(
     src, src_rows, src_stride, src_stride_k, dst, dst_rows, dst_stride, row_mask, K, BLOCK_K: tl.constexpr
 ):
-    """copy_rows, but a block is stored while the next comes: twice the bytes on their way, and the registers."""
+    """copy_rows, but each block is stored while the next one loads: twice the bytes in flight, twice the registers."""
     src += src_rows[:, None] * src_stride
     dst += dst_rows[:, None] * dst_stride
     cols = tl.arange(0, BLOCK_K)[None, :]

@@ -1,6 +1,6 @@
 """python -m tests.seeded: put faults into the kernels one at a time, print which are found. Takes two hours.
 
-A run goes on from the verdicts that are kept. Exit code 0 if every fault tried so far is found or rightly called
+A run continues from the stored verdicts. Exit code 0 if every fault tried so far is found or correctly listed as
 equivalent, 1 if not, 2 for bad input.
 """
 
@@ -25,15 +25,15 @@ class Options:
     """Put faults into the library's kernels, one at a time, and print which are found."""
 
     only: str = ""
-    """Tasks with these words in their name, such as "drop", "weaken order" or "ptx | meet_kernel"."""
+    """Only tasks with this in their name, such as "drop", "weaken order" or "ptx | meet_kernel"."""
     report: bool = False
-    """Print what is known, run nothing."""
+    """Print the known verdicts and run nothing."""
     minutes: float | None = None
-    """End after that long. The next run goes on."""
+    """Stop after this many minutes. The next run continues."""
     workers: int = cores()
-    """Processes. Default: one a core."""
+    """Number of processes. Default: one per core."""
     keep: Path = KEPT
-    """The file that is read, and that takes each verdict as it comes."""
+    """The file of verdicts: read at the start, extended with each new verdict."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(chosen: Sequence[Task], done: dict[str, Kept], stale: int) -> int:
-    """Print what is known of these tasks and return the exit code."""
+    """Print the known verdicts of these tasks and return the exit code."""
     verdicts = [verdict for task in chosen if task.name in done for verdict in done[task.name].verdicts]
     named = [(v.fault, v.kind) for v in verdicts]
     named += [(task.name, "not tried yet") for task in chosen if task.name not in done]

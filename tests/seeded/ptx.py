@@ -1,4 +1,4 @@
-"""Operators on the PTX of a kernel: each changes the instructions of its kind that one source line became."""
+"""Operators on the PTX of a kernel: each changes all matching instructions of one source line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPERATORS: dict[str, tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]
 
 
 def sites(text: str) -> dict[Site, list[int]]:
-    """Every operator at every source line in whose instructions it finds something: lines of the text."""
+    """For every operator and source line: the lines of the text in which the operator finds something."""
     found: dict[Site, list[int]] = {}
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.M))
     file, number = "", 0
@@ -50,7 +50,7 @@ def sites(text: str) -> dict[Site, list[int]]:
 
 
 def edited(text: str, site: Site) -> str:
-    """The text with the fault, if it has the site."""
+    """The text with the fault, if it contains the site."""
     pattern, put = OPERATORS[site[0]]
     lines = text.split("\n")
     for n in sites(text).get(site, ()):

@@ -1,4 +1,4 @@
-"""Operators on the kernels' source. Each finds its sites by the syntax, and changes the text of one."""
+"""Operators on the kernels' source. Each finds its sites in the syntax tree, and changes the text of one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Edits = list[tuple[ast.AST, str]]
 
 
 class Fault(NamedTuple):
-    """An operator at a site. text: of the site's line, numbered where the function has several such sites."""
+    """An operator at a site. text: the site's line, numbered if the function has several such sites."""
 
     operator: str
     function: str
@@ -52,7 +52,7 @@ class Fault(NamedTuple):
 
 @lru_cache
 def functions() -> list[Any]:
-    """The library's kernels and device functions, as Triton has them."""
+    """The library's kernels and device functions, as Triton objects."""
     names = [module.name for module in pkgutil.iter_modules(fusedtp.kernels.__path__, "fusedtp.kernels.")]
     of = [(name, each) for name in names for each in vars(importlib.import_module(name)).values()]
     return [f for name, f in of if hasattr(f, "_unsafe_update_src") and f.__module__ == name]
@@ -60,7 +60,7 @@ def functions() -> list[Any]:
 
 @lru_cache
 def plain(source: str) -> str:
-    """A function without comments and docstring, in one layout."""
+    """A function without comments and docstring, in a uniform layout."""
     tree: Any = ast.parse(source)
     body = tree.body[0].body
     if ast.get_docstring(tree.body[0]) is not None:
@@ -70,7 +70,7 @@ def plain(source: str) -> str:
 
 @lru_cache
 def reached(kernel: str) -> frozenset[str]:
-    """The kernel and all functions that it calls, or hands to what it calls, directly or not."""
+    """The kernel and all functions that it calls or passes to its callees, directly or not."""
     words = {f.__name__: {*re.findall(r"\w+", plain(f.src))} for f in functions()}
     found = {kernel}
     while more := {word for name in found for word in words[name] & words.keys()} - found:
@@ -80,7 +80,7 @@ def reached(kernel: str) -> frozenset[str]:
 
 @contextmanager
 def put(fault: Fault) -> Iterator[None]:
-    """While entered, what this process compiles anew has the fault."""
+    """While entered, code that this process compiles anew has the fault."""
     before = functions()[fault.at].src
     try:
         _update(fault.at, fault.source)
@@ -96,9 +96,9 @@ def _update(at: int, source: str) -> None:
 
 @contextmanager
 def looking_at_once() -> Iterator[None]:
-    """While entered, what this process compiles anew looks at arrivals and at the clock from a wait's second poll on.
+    """While entered, code that this process compiles anew checks arrivals and the clock from a wait's second poll on.
 
-    As it ships, a wait polls eight times before it looks, and a small schedule seldom gets there.
+    As shipped, a wait polls eight times before its first check, which a small schedule seldom reaches.
     """
     try:
         with patch("fusedtp.kernels.signals.QUICK", tl.constexpr(1)):
@@ -127,7 +127,7 @@ def faults() -> Iterator[Fault]:
 
 
 class Tree:
-    """A function's syntax, its nodes in the order of the text."""
+    """A function's syntax tree, with its nodes in the order of the text."""
 
     def __init__(self, text: str) -> None:
         self.text, self.lines = text, text.splitlines(keepends=True)
@@ -151,7 +151,7 @@ class Tree:
 
 
 def changes(tree: Tree, node: Any) -> Iterator[tuple[str, Edits]]:
-    """(operator, edits) of each operator whose site this node is."""
+    """(operator, edits) for each operator that has a site at this node."""
     of = tree.of
     match node:
         case ast.Expr(ast.Call(called)):
@@ -192,7 +192,7 @@ def changes(tree: Tree, node: Any) -> Iterator[tuple[str, Edits]]:
 
 
 def swaps(tree: Tree, node: Any) -> Iterator[tuple[str, Edits]]:
-    """The signal, with the condition that it alone stands under, and the statement before or after it, which moves."""
+    """Swap the signal, with a condition that covers it alone, and the statement before or after it."""
     while isinstance(at := tree.parents[node], ast.If) and at.body == [node] and not at.orelse:
         node = at
     block = at.body if node in at.body else at.orelse

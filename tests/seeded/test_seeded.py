@@ -1,4 +1,4 @@
-"""Every kernel and operator is tried, the verdicts that are kept are right, and a sample of the faults is found."""
+"""Every kernel and operator is tried, the stored verdicts are right, and a sample of the faults is found."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_each_fault_changes_its_function_and_is_python() -> None:
 
 
 def test_verdicts_that_are_kept_are_right(capsys: Any) -> None:
-    """Of the kernels as they are: found, or in the table. What was not tried since they changed does not count."""
+    """For the current kernels: found, or in the table. Stale verdicts do not count."""
     assert command.main(["--report"]) == 0, capsys.readouterr().out
 
 
@@ -145,7 +145,7 @@ def test_a_run_ends_when_its_time_is_over() -> None:
 
 
 def test_a_program_that_starts_gets_its_turn_from_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One program of a rank is alive; all had slept, so those that wait poll for long, and one of them goes first."""
+    """One program of a rank is resident; all had slept, so waiting ones poll for long, and one of them goes first."""
     monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 60_000)
     case = next(t.case for t in trials(["moe_dispatch_matmul_kernel"], "sm_80") if "pipelined" in t.case.name)
     run_schedule(case.make(), Schedule("pct", 4, 1, weak=True, fine=True, target="sm_80"))

@@ -1,15 +1,15 @@
-"""Small calls of every kernel, planned for a GPU: what a fault is tried in, the cheapest and most telling first.
+"""Small calls of every kernel, planned for a GPU, in which faults are tried; the cheapest and most telling first.
 
-calls      three ranks, four calls on one workspace: tails in all directions, an empty shard, no rows at all; their
+calls      three ranks, four calls on one workspace: tails in all directions, an empty shard, no rows at all; call
            numbers wrap from 2**31 - 1 to -2**31
-other      of experts, the second kind of call, see checks/experts.py
-copied     of gathers, the rows of one rank, of none, of all brought by copies beside the kernel
-strangers  two ranks in calls of different signatures: each must notice, and say so rightly; and in calls of one
-overflow   of experts, more rows than there is room for: each must say so
+other      for experts, the second kind of call, see checks/experts.py
+copied     for gathers: copies beside the kernel move the rows of one rank, of none, or of all
+strangers  two ranks in calls of different signatures: each must notice, and report it correctly; and in equal calls
+overflow   for experts, more rows than there is room for: each rank must report it
 pipelined  16 bits, several steps over K in three stages; on sm_90 by TMA and wgmma
-switch     with slots that a switch sums, where the kernel asks for one, on sm_90; and a call of it without rows
-           between two exchanges of experts, which read peers' slots
-fp8        of the kernels that multiply it, the first and the last call, on sm_90
+switch     slots summed by a switch, if the kernel supports it, on sm_90; and a call of it without rows between two
+           exchanges of experts, which read peers' slots
+fp8        for kernels that multiply fp8, the first and the last call, on sm_90
 local      kernels of one rank in every variant, see checks/local.py
 """
 
@@ -43,8 +43,8 @@ SCHEDULES = 4  # of each trial
 class Trial(NamedTuple):
     """A case and the target for which its kernels are compiled.
 
-    fails    its calls must fail. One program of a rank is alive at once: a failed rank sends nothing more, so all of it
-             must have arrived before another program sees the failure
+    fails    its calls must fail. One program per rank is resident at a time: a failed rank sends nothing more, so all
+             of it must have arrived before another program sees the failure
     """
 
     case: Case
@@ -52,25 +52,25 @@ class Trial(NamedTuple):
     fails: bool = False
 
     def schedules(self) -> Iterator[Schedule]:
-        """All late effects; strategies and residencies in turn, each second a warp at a time."""
+        """All late effects; strategies and residencies alternate, and every second schedule runs a warp at a time."""
         for i in range(SCHEDULES):
             strategy = ("random", "pct", "run_to_block")[i % 3]
             alive = 1 if self.fails else (None, "varying", 1, 2)[i // 2 % 4]
             yield Schedule(strategy, i, alive, weak=True, fine=i % 2 == 1, target=self.target)
 
     def forgives(self, fault: Fault) -> bool:
-        """A race of ranks does no harm in a call that fails: who gives up a wait reads on, and uses nothing of it."""
+        """A race between ranks is harmless in a call that fails: a program that gives up ignores what it reads."""
         return self.fails and fault.rule.endswith("race") and fault.accesses[0].tensor != SHARED
 
 
 def under_trial(kernels: Iterable[str]) -> list[str]:
-    """The kernels that trials of these launch: of fused ones the first few."""
+    """The kernels that the trials of these launch: of fused ones only the first few."""
     wanted = [name for name in KERNELS if name in {*kernels}]
     return [name for name in wanted if name not in FUSED] + [name for name in wanted if name in FUSED][:MOST_FUSED]
 
 
 def trials(kernels: Iterable[str], only: str = "") -> Iterator[Trial]:
-    """What tries these kernels. only: this target, and of fused kernels strangers, then pipelined, then other calls."""
+    """The trials of these kernels. only: this target, and of fused kernels strangers, then pipelined, then others."""
     chosen, targets, first = under_trial(kernels), (only,) if only else TARGETS, only or "sm_80"
     for name in [name for name in local.KERNELS if f"{name}_kernel" in chosen]:
         for target in targets if name in (*local.PRODUCTS, *local.MAKES_FP8) else (first,):
@@ -130,14 +130,14 @@ def calls(name: str) -> list[Call]:
 
 
 def called(what: str, made: Sequence[Call], target: str, number: int = 0, by_switch: bool = False) -> Trial:
-    """number: of calls that were made before."""
+    """number: of calls made before."""
     name = f"{what} of {made[0].operation}"
     case = fused_case(name, made, seed=3, machine=gpu(target), number=number, by_switch=by_switch)
     return Trial(case, target)
 
 
 def pipelined(name: str, target: str) -> Trial:
-    """Whole steps over K, on sm_90 by TMA and by pointers; then one step; then weights that lie as a gradient's."""
+    """Whole steps over K, on sm_90 by TMA and by pointers; then one step; then weights laid out like a gradient's."""
     tile, chunk = {"sm_80": 32, "sm_90": 64}[target], 16 if name.startswith("all_gather") else 1
     call = Call(name, (64, 32), (40,), k=128, dtype=torch.float16, tile=tile, block_k=32, chunk=chunk)
     first = replace(call, tma=True) if target == "sm_90" else replace(call, sizes=(40, 24))
@@ -153,7 +153,7 @@ def pipelined(name: str, target: str) -> Trial:
 
 
 def strangers(name: str, target: str) -> Trial:
-    """Each waits for rows that the other, in its own call, does not send; or only one does, or none."""
+    """Each rank waits for rows that the other, in its own call, does not send; or only one rank waits, or none."""
     of_own = ("matmul_reduce_scatter", "few_rows_reduce_scatter", "moe_matmul_combine")  # wait for their own rows
     sizes = [(5, 0), (0, 5)] if name in of_own else [(0, 5), (5, 0)]
     if "all_reduce" in name or name == "moe_combine":  # whose ranks send in any case
@@ -164,14 +164,14 @@ def strangers(name: str, target: str) -> Trial:
 
 
 def overflowing(name: str, target: str) -> Trial:
-    """All rows are for the first rank, which has no room for them."""
+    """All rows go to the first rank, which has no room for them."""
     call = replace(calls(name)[0], routing="first")
     rows = int(experts.routed(call, 0).table.sum())
     return Trial(failing(f"overflow in {name}", [call] * 3, [[3, 0, 0, 9, rows]] * 3, target, max_rows=9), target)
 
 
 def failing(what: str, made: Sequence[Call | None], said: list[list[int]], target: str, **args: int) -> Case:
-    """Each rank's call, None for a meeting, and what it must write down. args: of the launches, changed."""
+    """Each rank's call, None for a meeting, and the failure that it must record. args: changes to the launches."""
     slot = max([16, *(slot_bytes(call) for call in made if call)])
 
     def make() -> Run:

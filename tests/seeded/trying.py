@@ -1,4 +1,4 @@
-"""Faults under their trials: one in the source, all that one kernel's PTX can have, everything in several processes."""
+"""Faults under their trials: one in the source, all of them in a kernel's PTX, all faults in several processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST_TURNS = 200_000  # of a schedule, which then has no end; without a fault it
 
 @patch("fusedtp.sim.ptx.machine.MOST_TURNS", MOST_TURNS)
 def shown(chosen: Iterable[Trial], compilers: dict[str, Compiler]) -> tuple[str, str, int]:
-    """What trials show, until one shows a fault: a result, what was said, schedules. compilers: by target."""
+    """Run trials until one shows a fault: (result, message, number of schedules). compilers: by target."""
     every = [(trial, each) for trial in chosen for each in trial.schedules()]
     with patch("fusedtp.sim.explore.compiler_for", compilers.__getitem__):
         for done, (trial, schedule) in enumerate(every, start=1):
@@ -49,7 +49,7 @@ def shown(chosen: Iterable[Trial], compilers: dict[str, Compiler]) -> tuple[str,
 
 
 def in_source(kernels: Collection[str], fault: Fault | None = None) -> list[Verdict]:
-    """A fault in the source of these kernels, or a kernel as it is, in all that faults in it are tried in."""
+    """Try a fault in the source of these kernels, or no fault, in all trials of these kernels."""
     name = fault.name if fault else f"none | {', '.join(kernels)}"
     chosen = [*trials(kernels)]  # what those of one rank must give is found without the fault
     with put(fault) if fault else nullcontext():
@@ -62,7 +62,7 @@ def in_source(kernels: Collection[str], fault: Fault | None = None) -> list[Verd
 
 
 def in_ptx(kernel: str, target: str, only: str = "") -> list[Verdict]:
-    """Every fault in the PTX of a kernel, each tried where the kernel was compiled so, first without any."""
+    """Try every fault in the PTX of a kernel, each in the trials that compile its site; first without a fault."""
     where, wrong, last = f"{kernel} {target}", list[Verdict](), dict[ptx.Site, Verdict]()
     for look in (nullcontext, looking_at_once):
         for trial in trials([kernel], target):
@@ -85,7 +85,7 @@ def in_ptx(kernel: str, target: str, only: str = "") -> list[Verdict]:
 
 
 class Task(NamedTuple):
-    """Its name begins with the operator, of a kernel's PTX with "ptx"."""
+    """The name begins with the operator, or with "ptx" for a kernel's PTX."""
 
     name: str
     key: str
@@ -96,7 +96,7 @@ class Task(NamedTuple):
 
 
 def tasks(only: str = "") -> list[Task]:
-    """Each kernel as it is, each fault in the source, the PTX of each kernel. only: words of a task's name."""
+    """Each kernel as it is, each fault in the source, the PTX of each kernel. only: part of a task's name."""
     made = [Task(f"none | {name}", key(under_trial([name])), partial(in_source, [name])) for name in KERNELS]
     every = [*faults()]
     sites = Counter(fault.operator for fault in every)
@@ -110,7 +110,7 @@ def tasks(only: str = "") -> list[Task]:
 
 
 def run(chosen: Sequence[Task], workers: int, seconds: float | None = None) -> Iterator[Kept]:
-    """Each task's verdicts as they come, in several processes; tasks under way are given up after the time."""
+    """Yield each task's verdicts as they come, from several processes. Unfinished tasks are dropped after `seconds`."""
     if not chosen:
         return
     end = time.monotonic() + (seconds or 1e9)

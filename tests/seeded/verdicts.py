@@ -1,9 +1,9 @@
-"""What came of each task so far, in verdicts.jsonl, which a run reads and extends; equivalent faults, with the reason.
+"""The result of each task so far, in verdicts.jsonl, which a run reads and extends; equivalent faults, with the reason.
 
-    ["drop wait | publish | the line", key, Triton's version, [its verdicts]]        one line a task, sorted
+    ["drop wait | publish | the line", key, Triton's version, [its verdicts]]        one line per task, sorted
 
-The key is a hash of what the verdicts depend on: the fault, and the functions that the kernels under trial reach,
-without comments and docstrings. A change of one kernel makes its own verdicts stale, and a stale task counts as not
+The key is a hash of everything that the verdicts depend on: the fault, and the functions that the kernels under trial
+reach, without comments and docstrings. A change of one kernel makes its own verdicts stale. A stale task counts as not
 tried.
 """
 
@@ -25,11 +25,11 @@ TABLE: list[dict[str, Any]] = tomllib.loads(KEPT.with_name("equivalent.toml").re
 
 
 class Verdict(NamedTuple):
-    """What came of a fault.
+    """The result for a fault.
 
     fault    "operator | function | the line's text"
-    where    the kernel and target of a fault in PTX, "" of one in the source
-    result   found, survived, or crashed, which is not found either
+    where    the kernel and target of a fault in PTX, "" for one in the source
+    result   found, survived, or crashed, which does not count as found
     """
 
     fault: str
@@ -40,19 +40,19 @@ class Verdict(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why no schedule shows it; "" if the table does not have it."""
+        """Why no schedule shows the fault; "" if it is not in the table."""
         rows = [row for row in TABLE if self.fault in row["faults"]]
         rows += [{"why": "nothing was changed"}] if self.fault.startswith("none") else []
         return next((row["why"] for row in rows if self.where.startswith(tuple(row.get("where", [""])))), "")
 
     @property
     def right(self) -> bool:
-        """Found, or not found and in the table."""
+        """Whether it was found, or survived and is in the table."""
         return self.result == ("survived" if self.reason else "found")
 
     @property
     def missed(self) -> bool:
-        """Not found, though no reason is known why it could not be."""
+        """Whether it survived although the table has no reason."""
         return self.result == "survived" and not self.reason
 
     @property
@@ -71,7 +71,7 @@ class Kept(NamedTuple):
 
 
 def key(kernels: Iterable[str], fault: str = "", *more: str) -> str:
-    """Of what verdicts depend on: all that these kernels reach, a function with a fault, and more that they are of."""
+    """Hash of a verdict's dependencies: the functions that these kernels reach, a faulty function, and `more`."""
     names = frozenset[str]().union(*map(reached, kernels))
     sources = [f.src for f in functions() if f.__name__ in names] + [fault] * bool(fault)
     return hashlib.sha256("\0".join([*map(plain, sources), *more]).encode()).hexdigest()[:16]
@@ -84,7 +84,7 @@ def load(file: Path) -> dict[str, Kept]:
 
 
 def save(file: Path, kept: dict[str, Kept]) -> None:
-    """Write the file anew, at once."""
+    """Rewrite the file atomically."""
     written = file.with_suffix(".new")
     written.write_text("".join(json.dumps(made) + "\n" for _, made in sorted(kept.items())))
     written.replace(file)

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[None]:
-    """Deadlocks are told after fewer polls in vain."""
+    """Deadlocks are reported after fewer polls in vain."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedtp.sim.ptx.machine.LAST_PATIENCE", 50)
         yield

@@ -16,14 +16,14 @@ N = 16
 
 
 def schedules(*targets: str) -> st.SearchStrategy[Schedule]:
-    """Any schedule of what is compiled for one of these targets."""
+    """Any schedule for any of these targets."""
     residents = st.sampled_from([None, 1, 2, "varying"])
     seeds, strategies = st.integers(0, 2**31), st.sampled_from(DEFAULT)
     return st.builds(Schedule, strategies, seeds, residents, st.booleans(), st.booleans(), st.sampled_from(targets))
 
 
 def replaced(case: Case, bodies: dict[Any, Any]) -> Case:
-    """The case whose kernels call other device functions; None: a call does nothing."""
+    """The case with its kernels' device functions replaced; None: a call does nothing."""
 
     def make() -> Run:
         run = case.make()
@@ -36,7 +36,7 @@ def replaced(case: Case, bodies: dict[Any, Any]) -> Case:
 @triton.jit
 def ring(src, inbox, flags, dst, rank, W, N: tl.constexpr, SEM: tl.constexpr, SCOPE: tl.constexpr,
          ACQUIRE: tl.constexpr, WAIT: tl.constexpr, SHIFT: tl.constexpr):  # fmt: skip
-    """Send to the next rank, wait for the one before, keep what came."""
+    """Send to the next rank, wait for the previous one, keep what it sent."""
     at = tl.arange(0, N)
     to = (rank + 1) % W
     out = tl.load(inbox + to).to(tl.pointer_type(tl.float32))
@@ -88,7 +88,7 @@ def unanswered_run() -> Run:
 
 @triton.jit
 def push_then_wait(flag, count, dst, PROGRAMS: tl.constexpr):
-    """Every program announces itself and waits for all others: right only if all are alive at once."""
+    """Every program announces itself and waits for all others: right only if all are resident at once."""
     tl.atomic_add(count, 1, sem="acq_rel", scope="gpu")
     while tl.atomic_add(count, 0, sem="acquire", scope="gpu") < PROGRAMS:
         pass
@@ -132,7 +132,7 @@ def critical(lock, data, ROUNDS: tl.constexpr, SCOPE: tl.constexpr):
 
 
 def lock_run(scope: str, ranks: int) -> Run:
-    """Programs add to one number under a lock: of one rank, or one program each of several ranks."""
+    """Programs add to one number under a lock: programs of one rank, or one program each of several ranks."""
     lock = symmetric("lock", 1, (1,), torch.int32, poisoned=False).tensors[0]
     data = torch.zeros(1)
     args = dict(lock=lock, data=data, ROUNDS=2, SCOPE=scope)
@@ -153,7 +153,7 @@ def masked_run(n: int) -> Run:
 
 @triton.jit
 def reverse(x, y, N: tl.constexpr):
-    """Each program keeps what the program at the other end wrote."""
+    """Each program keeps what the program at the opposite end wrote."""
     tl.store(y + tl.program_id(0), tl.load(x + N - 1 - tl.program_id(0)))
 
 
@@ -185,7 +185,7 @@ def helper_run(i: int) -> Run:
 
 @triton.jit
 def overwrites_its_table(inbox, rank, W: tl.constexpr):
-    """Every rank writes into the table that all of them read."""
+    """Every rank writes into the table that all ranks read."""
     tl.store(tl.load(inbox + (rank + 1) % W).to(tl.pointer_type(tl.float32)), 1.0)
     tl.store(inbox + rank, tl.load(inbox + rank))
 
@@ -200,7 +200,7 @@ def table_run(world_size: int = 2) -> Run:
 
 @triton.jit
 def by_descriptor(x, y, z, N: tl.constexpr, PEER: tl.constexpr):
-    """Each of two programs copies its half of x to y, and what PEER programs further there to z."""
+    """Each of two programs copies its half of x to y, and the half of the program PEER further from y to z."""
     half: tl.constexpr = N // 2
     mine = tl.program_id(0)
     source = tl.make_tensor_descriptor(x, [N], [1], [half])

@@ -1,7 +1,7 @@
-"""A small fused kernel, right as it stands, and a `FAULT` for each way to get it wrong.
+"""A small fused kernel, right as it is, and a `FAULT` for each way to get it wrong.
 
-Every rank stores a block of x into its neighbour's inbox, says so, waits for its own inbox and multiplies what came
-by w. `table` and `flags` hold the addresses of all ranks' inboxes and flags.
+Every rank stores a block of x into its neighbour's inbox, signals, waits for its own inbox, and multiplies the received
+block by w. `table` and `flags` hold the addresses of all ranks' inboxes and flags.
 """
 
 import torch
@@ -104,14 +104,14 @@ def exchange(
 
 @triton.jit
 def by_tma(x, out, flag, M: tl.constexpr):
-    """A block goes to a peer by a TMA store, then its flag. Descriptors come from the host."""
+    """Send a block to a peer by a TMA store, then set its flag. Descriptors come from the host."""
     out.store([0, 0], x.load([0, 0]))
     notify(flag, "")
 
 
 @triton.jit
 def by_descriptor(x, w, y, K, M: tl.constexpr, BLOCK_K: tl.constexpr, SPECIALIZED: tl.constexpr):
-    """A matmul whose operands both come by TMA, with a warp of its own for the copies if that is asked for."""
+    """A matmul with both operands by TMA; if requested, a separate warp does the copies."""
     a = tl.make_tensor_descriptor(x, (M, K), (K, 1), (M, BLOCK_K))
     b = tl.make_tensor_descriptor(w, (M, K), (K, 1), (M, BLOCK_K))
     acc = tl.full((M, M), 0.0, tl.float32)
@@ -123,7 +123,7 @@ def by_descriptor(x, w, y, K, M: tl.constexpr, BLOCK_K: tl.constexpr, SPECIALIZE
 
 @triton.jit
 def push(inbox, flag, x, own, N: tl.constexpr, HINT: tl.constexpr):
-    """Sends a row and signals through arguments; `own` stays on the device. Not HINT: rows begin anywhere."""
+    """Sends a row and signals through arguments; `own` stays on the device. Without HINT, rows may begin anywhere."""
     at = tl.arange(0, N)
     tl.store(inbox + (0 if HINT else 1) + at, tl.load(x + at))
     tl.store(own + at, tl.load(x + at + 1))
@@ -132,7 +132,7 @@ def push(inbox, flag, x, own, N: tl.constexpr, HINT: tl.constexpr):
 
 @triton.jit
 def walk(ends, y, lists, BOUND: tl.constexpr):
-    """Programs share the items of lists in turn. BOUND: where a program stands is nothing but a loop's bound."""
+    """Programs share the items of lists in turn. With BOUND, a program's position is only a bound of a loop."""
     programs = tl.num_programs(0)
     start, end = tl.program_id(0), tl.load(ends)
     for each in range(lists):
@@ -162,7 +162,7 @@ def exchange_launch(
     dtype: torch.dtype = torch.float16,
     **options: int,
 ) -> Launch:
-    """Of the sizes of a real matmul; only dtypes and alignment of the operands count."""
+    """With the sizes of a real matmul; only dtypes and alignment of the operands matter."""
     x, w, y = (torch.empty(16, dtype=dtype) for _ in "xwy")
     tables = [torch.empty(8, dtype=torch.int64) for _ in range(2)]
     numbers = dict(rank=5, tiles=3, K=4096, limit=1001)
@@ -183,7 +183,7 @@ def walk_launch(bound: bool) -> Launch:
 
 
 def push_case(hint: bool) -> Case:
-    """Of two ranks."""
+    """The case on two ranks."""
 
     def make() -> Run:
         inbox, flags = symmetric("inbox", 2, (512,)), symmetric("flags", 2, (1,), torch.int32)
@@ -203,7 +203,7 @@ def push_launch() -> Launch:
 
 
 def exchange_case(fault: str = "") -> Case:
-    """Small and complete, to be run: y = what the rank before sent @ w, in a ring of two."""
+    """Small and complete, so that it can run: y = what the previous rank sent @ w, in a ring of two."""
     m, n, k = 16, 16, 128
 
     def make() -> Run:

@@ -1,4 +1,4 @@
-"""A third of the lint's cases, which between them take every branch that all of them take."""
+"""A third of the lint's cases, which together take every branch that all cases take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Taken = tuple[str, ...]
 
 
 def takes(case: lint.CompileCase) -> Iterator[Taken]:
-    """What a case shows of its kernel: a target, a variant, a switch on or off, an operand by pointer or descriptor."""
+    """What a case covers of its kernel: a target, a variant, a switch on or off, an operand by pointer or by TMA."""
     yield case.kernel, "target", case.target
     yield case.kernel, "variant", case.config
     launch = case.make()
@@ -24,9 +24,9 @@ def takes(case: lint.CompileCase) -> Iterator[Taken]:
 
 
 def sample(cases: Sequence[lint.CompileCase]) -> list[lint.CompileCase]:
-    """Of every kernel one call on sm_90, then always a case that takes most of what is left.
+    """One call of every kernel on sm_90, then always the case that covers most of the rest; in the order of `cases`.
 
-    Of those the one whose target and variant were together least often. In the order of `cases`.
+    Of equal cases, the one with the rarest combination of target and variant so far.
     """
     taken = {case.key: set(takes(case)) for case in cases}
     chosen = {case.key: case for case in cases if case.target == "sm_90" and case.config in ("", "bf16")}

@@ -1,4 +1,4 @@
-"""`run`, `explore` and `exhaust` from ordinary Python: what they take, give and raise, the same every time."""
+"""`run`, `explore` and `exhaust` from ordinary Python: arguments, results and exceptions, the same every time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.sim import exchange
 
 
 def run_ring(sem: str, seed: int, as_list: bool) -> tuple[int, str]:
-    """Switches and the rule of the fault, if any, of one `run` of a ring of three."""
+    """Number of switches and the rule of the fault, if any, of one `run` of a ring of three."""
     w = 3
     inbox, flags = symmetric("inbox", w, (16,)), symmetric("flags", w, (1,), torch.int32, poisoned=False)
 

@@ -1,4 +1,4 @@
-"""What goes to all ranks takes one release of all their words, and who waits for one rank looks at all of them."""
+"""A signal to all ranks is one release of all their words, and a rank that waits for one rank checks all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusedtp.sim.ptx.program import Lanes
 
 
 class Atomic(NamedTuple):
-    """An atomic instruction that ran, and on how many words at once."""
+    """An atomic instruction that ran, with the number of words it touched at once."""
 
     rank: int
     order: str
@@ -30,7 +30,7 @@ class Atomic(NamedTuple):
 
 @contextmanager
 def watched() -> Iterator[list[Atomic]]:
-    """While entered, all atomics in global memory are noted."""
+    """While entered, all atomics in global memory are recorded."""
     found: list[Atomic] = []
     plain = Lanes.atomic
 
@@ -46,7 +46,7 @@ def watched() -> Iterator[list[Atomic]]:
 
 
 def released(case: Case, target: str) -> list[Counter[tuple[str, int]]]:
-    """By rank, how often each function released how many words to peers at once, over the whole case."""
+    """By rank: how often each function released how many words to peers at once, over the whole case."""
     run = case.make()
     with watched() as found:
         run_schedule(run, Schedule(target=target))
@@ -87,7 +87,7 @@ def test_what_is_for_all_ranks_is_published_to_all_at_once(operation: str) -> No
 
 
 def stranger_and_failure() -> tuple[Run, SimulatedWorld]:
-    """Ranks 0 and 1 agree, rank 2 is in a meeting. Rank 0, which has no rows, soon fails and publishes no more."""
+    """Ranks 0 and 1 agree, rank 2 is in a meeting. Rank 0 has no rows; it soon fails and publishes nothing more."""
     call = Call("matmul_reduce_scatter", (0, 5, 5), chunk=1)
     world, given = SimulatedWorld(3, slot_bytes(call), 64), operands(call, 0)
     planned = [plan(call, given, world, rank, 7)[0] for rank in range(2)]
@@ -97,7 +97,7 @@ def stranger_and_failure() -> tuple[Run, SimulatedWorld]:
 
 
 def test_a_stranger_is_noticed_by_a_rank_that_waits_for_one_that_failed_because_of_it() -> None:
-    """The stranger itself may wait in vain: here programs start in any order, so peers can fail before they arrive."""
+    """The stranger itself may wait in vain: programs start in any order here, so peers can fail before they arrive."""
     noticed = 0
     for schedule in schedules(8):
         run, world = stranger_and_failure()

@@ -1,4 +1,4 @@
-"""What cannot be simulated is refused in one clear line; what the user's own code raises keeps its traceback."""
+"""Input that cannot be simulated is refused in one clear line; exceptions of users' own code keep their traceback."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def written(folder: Path, source: str) -> Path:
 
 
 def outcome(name: str, world_size: int | None = None) -> tuple[str, str]:
-    """What checking ends with: ("ok" | "fault" | "refused" | "raised", the words)."""
+    """How the check ends: ("ok" | "fault" | "refused" | "raised", the message)."""
     (found,) = find(name, world_size)
     if found.refused or found.raised:
         return ("refused", found.refused) if found.refused else ("raised", found.raised)
@@ -195,7 +195,7 @@ def test_a_file_without_a_case_says_how_to_name_one(tmp_path):
 )
 @pytest.mark.parametrize("as_module", [False, True])
 def test_cases_that_a_file_imports_are_not_its_own(statement, as_module, tmp_path, monkeypatch):
-    """They are checked where they are named. What it makes by another file's functions, or defines anew, is its own."""
+    """They are checked where they are named. Its own are also those it makes by theirs, or redefines."""
     (tmp_path / "theirs.py").write_text(
         HEADER + "def case_one(): return 1\ndef case_two(): return 2\nother = Case('other', case_one)\n"
         "def made():\n    def case(): return 3\n    return case\n"

@@ -1,4 +1,4 @@
-"""`fusedtp check` as a user meets it: exit codes, the table, reports that replay, every schedule run once."""
+"""`fusedtp check` as users see it: exit codes, the table, reports that replay, every schedule run once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ object_case = Case("named otherwise", lambda: masked_run(5))
 
 @pytest.fixture
 def file(tmp_path, monkeypatch) -> str:
-    """A file in the current folder: its name is short enough for one line of the table."""
+    """A file in the current folder, with a name short enough for one line of the table."""
     (tmp_path / "mine.py").write_text(CASES)
     monkeypatch.chdir(tmp_path)
     return "mine.py"
@@ -91,7 +91,7 @@ def test_exhaust_goes_through_small_cases_and_is_replayed_by_itself(file, capsys
 
 
 def test_exhaust_says_that_its_limit_left_schedules_out(file, capsys):
-    """Nothing was found, but not all was checked."""
+    """It found nothing, but did not check everything."""
     words = (f"{file}::case_right", "--exhaust", 1, "--resident", "all", "--weak", "no", "--world-size", 2)
     code, out, _ = check(capsys, *words, "--schedules", 3)
     assert code == 2 and row(out, "case_right")[-1] == "not all"
@@ -162,7 +162,7 @@ def test_every_schedule_is_run_once_whatever_the_number_of_workers(count, worker
 
 
 class Workers:
-    """Finishes parts in a drawn order; a part shows a fault if one of its seeds is faulty."""
+    """Finishes parts in a random order; a part shows a fault if one of its seeds is faulty."""
 
     def __init__(self, workers: int, faulty: set[int], draw) -> None:
         self.workers, self.faulty, self.draw = workers, faulty, draw
@@ -187,7 +187,7 @@ def test_the_reported_fault_is_the_earliest_however_workers_finish(data, workers
     pool = Workers(workers, faulty, data.draw)
 
     def waits(futures, return_when):
-        """As concurrent.futures.wait: at least one is done."""
+        """Like concurrent.futures.wait: at least one is done."""
         if not any(future.done() for future in futures):
             pool.finish(data.draw(st.integers(0, len(pool.waiting) - 1)))
         return type("Done", (), {"done": [future for future in futures if future.done()]})

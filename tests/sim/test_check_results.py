@@ -1,4 +1,4 @@
-"""`fusedtp check` over many cases at once: none takes another's result with it; exit codes."""
+"""`fusedtp check` on many cases at once: no case affects another's result; exit codes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CASES = "from tests.sim.ptx import user_cases\n" + "".join(
 
 @pytest.fixture
 def file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A file in the current folder, which is importable as a module too. Its first case raises."""
+    """A file in the current folder, importable as a module too. Its first case raises."""
     (tmp_path / "mine_of_many.py").write_text(CASES)
     monkeypatch.chdir(tmp_path)
     return "mine_of_many.py"
@@ -64,7 +64,7 @@ def test_every_case_has_its_own_result(file: str, capsys: pytest.CaptureFixture[
 
 
 def test_a_part_ends_with_its_time() -> None:
-    """--seconds reaches into a schedule: 500,000 polls would take half a minute."""
+    """--seconds also ends a running schedule: 500,000 polls would take half a minute."""
     (found,) = find("tests.sim.ptx.user_cases:case_polls_and_stores", None, "sm_80")
     part = run_part(found, list(schedules(3, target="sm_80")), 1.0)
     assert part.late and part.schedules == 0 and part.fault is None
@@ -89,7 +89,7 @@ FAULT = Fault("deadlock", "")
     ],
 )
 def test_exit_codes(found: Found, part: Part, verdict: str, code: int) -> None:
-    """A fault, a crash and a refusal differ; a schedule that was cut off says nothing if another one ended."""
+    """A fault, a crash and a refusal differ; a schedule that was cut off does not count if another one ended."""
     result = Result(found, part.schedules, 0, 1.0, part)
     assert (result.verdict, result.code) == (verdict, code)
     assert Result(found, 5, 0, 1.0, Part(5, late="kernel.py:3")).code in (0, REFUSED, CRASHED)
@@ -129,7 +129,7 @@ def test_a_case_that_is_never_built_ends_with_its_time(file: str, capsys: pytest
 
 
 def die(found: Found, *arguments: Any) -> Part:
-    """A worker that takes its process with it, but for the case called "right"."""
+    """A worker that kills its process, except for the case called "right"."""
     if found.name != "right":
         os.kill(os.getpid(), signal.SIGKILL)
     return Part(len(arguments[0]))
@@ -181,7 +181,7 @@ sys.exit(main(["mine_of_many.py::case_three_axes", "--target=sm_80", "--schedule
 
 @pytest.mark.parametrize(("interpret", "code"), [("0", 0), ("1", REFUSED)])
 def test_a_fork_server_that_the_program_had_before_serves_too(file: str, interpret: str, code: int) -> None:
-    """Triton is in it already; where it was imported to interpret, that is said."""
+    """It has already imported Triton; if it was imported to interpret, the check says so."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": interpret}
     done = subprocess.run([sys.executable, "-c", SERVED], capture_output=True, text=True, env=environment)
     assert done.returncode == code, done.stderr

@@ -1,4 +1,4 @@
-"""Gathers whose rows travel by copies: right under any schedule, and each order that they rely on is needed."""
+"""Gathers with rows moved by copies: right under any schedule, and each order that they rely on is needed."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -16,9 +16,9 @@ GATHERS = ["all_gather_matmul", "all_gather_wgrad"]
 
 
 def case_of(operation: str, w: int) -> Case:
-    """Four calls on one workspace, with ranks without rows and, in the second, without columns; the third by programs.
+    """Five calls on one workspace. Some ranks have no rows, the second call has no columns, programs send in the third.
 
-    The last two are few rows after many: what is left of a call in flight then would lie where no flag says.
+    The last two have few rows, after many: a call's data still in flight would land where no flag covers them.
     """
     every, some = tuple(range(w)), tuple(range(0, w, 2))
     sizes = [(7,) * w, tuple(0 if r == 1 else 9 for r in range(w)), (5,) * w, (12, *[1] * (w - 1)), (1,) * w]
@@ -31,7 +31,7 @@ def case_of(operation: str, w: int) -> Case:
 
 
 def changed(run: Run, fault: str) -> Run:
-    """The run with one order of the host's left out, on all ranks."""
+    """The run with one of the host's orderings removed, on all ranks."""
     work = []
     for of_rank in run.work:
         mine = list(of_rank)
@@ -48,7 +48,7 @@ def changed(run: Run, fault: str) -> Run:
 
 
 def flags_first(work: list) -> list:
-    """Each copy changes places with the flag that follows it."""
+    """Swap each copy with the flag that follows it."""
     out: list = []
     for each in work:
         if isinstance(each, Signal) and out and isinstance(out[-1], Copy):
@@ -59,7 +59,7 @@ def flags_first(work: list) -> list:
 
 
 def found(operation: str, world_size: int, schedules: int, fault: str = "") -> tuple[str, str]:
-    """The rule and the text of the fault that exploring finds."""
+    """The rule and text of the fault that exploring finds."""
     case = case_of(operation, world_size)
     if fault == "nobody arrives":
         outcome = explore(replaced(case, {signals.arrive: None}), schedules, shrink=False)
@@ -72,7 +72,7 @@ def found(operation: str, world_size: int, schedules: int, fault: str = "") -> t
 
 
 def other_slot():
-    """A host that lost count of the epochs, by one; its flags are the device's own and stay right."""
+    """A host whose count of epochs is off by one. Its flags are the device's own and stay right."""
     from fusedtp.checks import dense
 
     kept = dense.place_of
@@ -113,7 +113,7 @@ def test_each_order_is_needed(impatient, fault):
 
 
 def test_every_launch_sends_nothing_itself():
-    """Where a rank's rows travel by copies no program of its launch is a sender."""
+    """If copies move a rank's rows, no program of its launch sends."""
     counts = senders()
     assert counts == [[0, 0, 1, 0, 0], [0, 1, 1, 0, 0]]
 

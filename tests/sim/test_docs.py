@@ -28,7 +28,7 @@ def block(language: str, index: int = 0) -> str:
 
 @pytest.fixture
 def ring(tmp_path, monkeypatch) -> Path:
-    """A folder with the page's ring.py, as the current one."""
+    """A current folder that contains the page's ring.py."""
     path = tmp_path / "ring.py"
     path.write_text(block("python", 0))
     monkeypatch.chdir(tmp_path)
@@ -71,7 +71,7 @@ def test_the_words_about_lines_and_ranks_fit_the_report():
 
 
 def plain_pytest(folder: Path) -> str:
-    """What pytest prints of the tests in a folder, in a process of its own."""
+    """The output of pytest on the tests of a folder, in a separate process."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", folder, folder]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=400)
@@ -98,7 +98,7 @@ def test_the_lint_says_of_the_ring_what_the_page_says(ring, capsys):
 
 
 def test_every_option_that_the_page_names_exists():
-    """Each command of the page is one that the command line takes, each option in its text too."""
+    """The command line accepts each command of the page, and each option in the page's text."""
     import tyro
 
     commands = re.findall(r"(?:^    |`|^\$ )(fusedtp check[^`#\n]*)", DOC.read_text(), re.MULTILINE)
@@ -112,7 +112,7 @@ def test_every_option_that_the_page_names_exists():
 
 
 def test_what_the_page_says_of_gsan_holds_for_this_triton():
-    """3.9 has it, 3.6 and 3.7 do not; the other versions are not spoken of."""
+    """3.9 has it, 3.6 and 3.7 do not; other versions are not covered."""
     find = "import importlib.util as u; print(u.find_spec('triton.experimental.gsan') is not None)"
     import triton
 

@@ -30,9 +30,9 @@ NOT_IN_FP8 = [name for name in DECLARED if not in_fp8(name)]
 
 
 def test_checks_follow_from_what_operations_declare():
-    """A new operation with a fused kernel is simulated and linted without an edit of the checks.
+    """A new operation with a fused kernel is simulated and linted without a change of the checks.
 
-    Those of experts have cases by hand, in checks/experts.py.
+    The operations of experts have cases by hand, in checks/experts.py.
     """
     fused = {name for name, operation in OPERATIONS.items() if "triton" in operation.engines}
     fused -= {*experts.OPERATIONS, "moe_plan"}
@@ -68,7 +68,7 @@ def test_no_schedule_of_a_fused_kernel_shows_a_fault(name, world_size, target, c
 
 
 def test_sm_90_multiplies_by_wgmma_from_tensor_copies():
-    """What the cases of sm_90 are there to run is in the code."""
+    """The code contains the instructions that the sm_90 cases are meant to run."""
     run_schedule(case_of("all_gather_wgrad", 1, "sm_90").make(), Schedule())
     texts = [text for text, *_ in compiler_for("sm_90")._made.values()]
     assert any("wgmma.mma_async" in text and "cp.async.bulk.tensor" in text for text in texts)
@@ -119,7 +119,7 @@ def test_any_calls_on_one_workspace_under_any_schedule(calls, schedule):
 
 
 def other_call(operation: str) -> Run:
-    """Rank 1 gives another signature than ranks 0 and 2, everything else alike."""
+    """Rank 1 passes another signature than ranks 0 and 2; everything else is equal."""
     call = Call(operation, (16, 9, 5), chunk=16 if DECLARED[operation][1].gathers else 1)
     world, given = SimulatedWorld(3, slot_bytes(call), 64), operands(call, 0)
     planned = [plan(call, given, world, rank, 7 + (rank == 1))[0] for rank in range(3)]
@@ -138,7 +138,7 @@ def faults_of_other_call(operation: str) -> list[str]:
 
 @pytest.mark.parametrize("operation", DECLARED)
 def test_that_a_rank_is_in_another_call_is_said_first_whatever_comes_of_it(operation):
-    """From then on data come that nobody waits for, and races with them; the kernels have noted why."""
+    """After that, data arrive that no rank waits for, and race; the kernels have recorded the reason."""
     for said in faults_of_other_call(operation):
         notes = re.findall(r"rank (\d) recorded status 2: a peer is in another call \(peer (\d), ", said)
         assert said.startswith("timed out: rank ") and notes, said
@@ -154,7 +154,7 @@ def test_that_a_rank_is_in_another_call_is_said_first_whatever_comes_of_it(opera
     ],
 )
 def test_a_broken_protocol_is_found(impatient, name, rule):
-    """A function of kernels/signals.py does nothing."""
+    """One function of kernels/signals.py does nothing."""
     case = replaced(case_of("all_gather_matmul", 2, "sm_90"), {getattr(signals, name): None})
     fault = explore(case, 12, shrink=False).fault
     assert fault is not None and fault.rule in rule, fault

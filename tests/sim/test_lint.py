@@ -41,14 +41,14 @@ def cases() -> list[lint.CompileCase]:
 
 @pytest.fixture(scope="module")
 def exchanging() -> dict[str, lint.Compiled]:
-    """The kernels that communicate, for sm_90 in bf16. Compiled in this process: another would import all once more."""
+    """The communicating kernels, for sm_90 in bf16. Compiled in this process: another would import everything again."""
     made = [lint.compiled(case) for case in own_cases(COMMUNICATING, ["sm_90"], ["bf16"])]
     return {each.name: each for (each,) in made}
 
 
 @pytest.fixture(scope="module", params=lint.TARGETS)
 def compiled_for(request) -> str:
-    """Each target by itself: all of them together take longer than a test may."""
+    """One target at a time: all of them together take longer than a test may."""
     return request.param
 
 
@@ -62,7 +62,7 @@ def reports(
 
 
 def kernels_of(target: str) -> set[str]:
-    """All, but what this target cannot compile: fp8 of fp32."""
+    """All kernels but those that this target cannot compile: fp8 of fp32."""
     return {name for name in OWN if target in WITH_FP8 or name not in MAKES_FP8}
 
 
@@ -88,7 +88,7 @@ def test_the_sample_has_each_kernel_on_each_target_in_each_variant_and_on_each_b
 
 
 def test_every_kernel_is_compiled(compiled_for, reports):
-    """Every function of kernels/ that is launched: decorated with triton.jit itself."""
+    """Every function of kernels/ that is launched, which means decorated with triton.jit itself."""
     launched = set()
     for path in KERNELS.glob("*.py"):
         for node in ast.parse(path.read_text()).body:
@@ -126,7 +126,7 @@ SUMS = (
 
 @pytest.mark.parametrize("kernel", MATMULS)
 def test_addresses_of_rows_that_no_vector_divides_fit_registers(kernel):
-    """A kernel that needs more local memory than there is waits for all that run: where ranks share a GPU, for ever."""
+    """A kernel that needs more local memory than is free waits for all running ones: forever, if ranks share a GPU."""
     rows = {"few_rows_kernel": FEW_ROWS, "few_rows_gather_kernel": 512, "few_rows_gated_kernel": 512}
     variant = replace(ODD_K, rows=rows.get(kernel, ODD_K.rows))
     (made,) = lint.compiled(_case(kernel, "sm_90", variant))
@@ -135,7 +135,7 @@ def test_addresses_of_rows_that_no_vector_divides_fit_registers(kernel):
 
 
 def test_the_width_of_every_move_between_ranks_is_read(exchanging):
-    """Of each kernel that communicates, loads and stores both; narrower instructions are found at each of them."""
+    """For each communicating kernel, loads and stores both; narrower instructions are found at each of them."""
     assert set(exchanging) == set(COMMUNICATING)
     for name, made in exchanging.items():
         ops = speed.exchanged(made)
@@ -184,9 +184,9 @@ COUNTED = {
 
 
 def products(made: lint.Compiled) -> set[str]:
-    """Source lines of products of two unknowns in 32 bits from which an address is computed.
+    """Source lines with a 32-bit product of two unknowns from which an address is computed.
 
-    What is asked is the compiler's own IR, before any pass has moved anything.
+    Reads the compiler's own IR, before any pass has moved anything.
     """
     found = set()
     for op in made.source.named("tt.addptr", "tt.int_to_ptr"):
@@ -213,7 +213,7 @@ def _is_constant(value: Value) -> bool:
 
 @pytest.mark.parametrize("kernel", [name for name in COMMUNICATING if not name.startswith("moe_")])
 def test_addresses_have_64_bits(exchanging, kernel):
-    """Strides, offsets and slots reach past 2**31 elements; a product of an index and a stride in 32 bits wraps."""
+    """Strides, offsets and slots exceed 2**31 elements, where a 32-bit product of an index and a stride wraps."""
     assert products(exchanging[kernel]) <= COUNTED
 
 
@@ -227,7 +227,7 @@ def narrow(x, y, first, stride, N: tl.constexpr):
 
 
 def test_a_product_of_32_bits_in_a_loop_is_found():
-    """Also where its result goes round the loop."""
+    """Also if the loop carries its result."""
     x = torch.empty(8)
     launch = Launch(narrow, 1, dict(x=x, y=x, first=7, stride=7, N=8))
     (made,) = lint.compiled(lint.CompileCase("narrow", "sm_90", lambda: launch))

@@ -1,6 +1,6 @@
-"""Each rule of the lint passes a right kernel and is broken by a wrong one, for the reason it names.
+"""Each rule of the lint passes a right kernel and fails a wrong one, for the reason it names.
 
-What the lint does not judge on sm_80 and sm_90, execution shows there: the same kernel with the same faults.
+Where the lint does not judge on sm_80 and sm_90, execution does: the same kernel with the same faults.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def test_a_hint_before_the_cast_to_a_pointer_is_lost() -> None:
 
 
 def test_what_two_ranks_reach_is_shared_by_a_case_of_the_simulator() -> None:
-    """Ranks that launch the same give one compilation. The narrow load of a row of its own is none of the rule's."""
+    """Ranks with the same launch share one compilation. The rule does not cover the narrow load of a rank's own row."""
 
     def narrow(hint: bool) -> list[str]:
         case = lint.CompileCase("push", "sm_90", partial(kernels.push_case, hint), aligned_rows=True)
@@ -175,7 +175,7 @@ def test_copies_by_descriptor_are_ahead_and_specialised_where_that_is_asked_for(
 
 
 def test_what_loops_carry_is_not_lost() -> None:
-    """Triton 3.6 loses what only bounds an inner loop; of the library's kernels nothing, see `dealt` there."""
+    """Triton 3.6 loses a value that only bounds an inner loop. The library's kernels lose none, see `dealt` there."""
     inside, bound = (
         lint.compiled(lint.CompileCase("walk", "sm_90", partial(kernels.walk_launch, bound)))[0]
         for bound in (False, True)
@@ -198,7 +198,7 @@ def test_too_large_a_kernel_is_told() -> None:
 
 
 def test_a_program_that_does_not_fit_a_multiprocessor_is_told() -> None:
-    """8 warps may have 255 registers a thread, 16 warps may not."""
+    """8 warps may have 255 registers per thread, 16 warps may not."""
     made = exchange("sm_90")
     most = replace(made, usage=re.sub(r"REG:\d+", "REG:255", made.usage))
     assert not broken(most) and lint.judge(most).occupancy == 1
@@ -231,7 +231,7 @@ def test_a_kernel_that_does_not_compile_says_why() -> None:
 
 
 def test_cases_are_compiled_in_clean_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that interprets cannot compile. A refused case comes after the others."""
+    """A process that interprets cannot compile. A refused case comes after the others."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     right = lint.CompileCase("push", "sm_80", partial(kernels.push_launch))
     done: list[str] = []

@@ -62,7 +62,7 @@ def test_products_of_any_depth_equal_their_formula(name: str, target: str, k: in
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_one_wrong_element_of_any_output_is_seen(name: str) -> None:
-    """An integer by one, fp32 by five units in the last place, 16 bits by two; and one that nothing may write."""
+    """An integer off by one, fp32 off by five ulps, 16 bits by two; and an element that may not be written."""
     for variant in variants(name, GPU):
         made = KERNELS[name](variant)
         for out, want in zip(made.outs, made.wanted, strict=True):

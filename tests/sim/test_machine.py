@@ -43,7 +43,7 @@ def fault_of(maker: str, options: dict, schedule: Schedule) -> Fault | None:
 
 
 def found(maker: str, target: str = "sm_90", **options) -> Fault | None:
-    """What exploring finds."""
+    """The fault that exploring finds."""
     case = Case(maker, lambda: getattr(exchange, maker)(**options))
     return explore(case, schedules_of(48, target=target)).fault
 
@@ -85,7 +85,7 @@ def test_a_missing_wait_is_found():
 
 
 def test_symmetric_tensors_keep_their_distance():
-    """What runs out of one lands in no other."""
+    """An access past the end of one does not land in another."""
     tensors = [t for dtype in (torch.int8, torch.float32) for t in symmetric("inbox", 4, (3,), dtype).tensors]
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
     assert all(begin - end >= 1 << 16 for (_, end), (begin, _) in pairwise(spans))
@@ -106,7 +106,7 @@ def test_a_fault_in_a_helper_of_a_kernel_keeps_its_rule_and_its_lines():
 
 
 def tells_calls() -> bool:
-    """Whether the line table of what was compiled has calls: Triton 3.6's and 3.7's have the helper's line alone."""
+    """Whether the compiled line table contains calls: Triton 3.6's and 3.7's have only the helper's line."""
     return any("inlined_at" in text for text, *_ in compiler_for("sm_90")._made.values())
 
 
@@ -116,7 +116,7 @@ def stores_by_another_file(x):
 
 
 def site_words(folder: str) -> tuple[Fault, str]:
-    """The fault of a store past the end, and where it says that is from this folder."""
+    """The fault of a store past the end, and the words for its site in this folder."""
     run = Run([[Launch(stores_by_another_file, 1, dict(x=torch.zeros(4)))]])
     before = os.getcwd()
     with pytest.raises(SimulationFault) as raised:
@@ -129,7 +129,7 @@ def site_words(folder: str) -> tuple[Fault, str]:
 
 
 def test_the_same_text_in_two_files_is_named_by_its_own(tmp_path):
-    """Though Triton's cache takes the second kernel for the first."""
+    """Even though Triton's cache takes the second kernel for the first."""
     for name in ("one.py", "two.py"):
         path = tmp_path / name
         path.write_text(

@@ -1,4 +1,4 @@
-"""Host-sequenced calls of GPUs: right under any schedule, and each of their two meetings is needed."""
+"""Host-driven calls on GPUs: right under any schedule, and each of their two meetings is needed."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from fusedtp.sim import Case, Launch, explore
 
 
 def without_meeting(world_size: int, which: int) -> Case:
-    """The case whose ranks leave out the opening (0), the second (1) or the last (2) meeting of their calls."""
+    """The case without the opening (0), the second (1) or the last (2) meeting of each rank's calls."""
     case = meeting_case(world_size)
     calls = (2, 2, 3, 3)  # meetings of each
 
@@ -31,7 +31,7 @@ def without_meeting(world_size: int, which: int) -> Case:
 
 
 def outcome_of(world_size: int, schedules: int, left_out: int | None) -> tuple[str, str]:
-    """The fault that exploring finds, as its rule and text."""
+    """The rule and text of the fault that exploring finds."""
     if left_out is None:
         outcome = explore(meeting_case(world_size), schedules)
     else:
@@ -47,6 +47,6 @@ def test_no_schedule_shows_a_fault(world_size):
 
 @pytest.mark.parametrize("left_out", [0, 1, 2])
 def test_each_of_the_meetings_is_needed(left_out):
-    """A slot is overwritten, or read before its rows are there, or filled while a fused kernel still pushes to it."""
+    """Otherwise a slot is overwritten, read before its rows are there, or filled while a fused kernel still pushes."""
     rule, text = outcome_of(3, 60, left_out)
     assert rule in ("read-write race", "write-write race", "never written") and "slots of rank" in text, text

@@ -1,4 +1,4 @@
-"""Replayed launches, whose arguments never change: right under any schedule, since the device counts the calls."""
+"""Replayed launches with fixed arguments: right under any schedule, because the device counts the calls."""
 
 from unittest.mock import patch
 
@@ -30,12 +30,12 @@ def baked_in(operation: str) -> str:
 
 @pytest.mark.parametrize("operation", ["all_gather_matmul", "moe_dispatch", "moe_combine"])
 def test_a_number_that_the_replay_does_not_count_is_found(operation):
-    """Its waits pass on flags of the replay before."""
+    """Its waits pass on flags of the previous replay."""
     assert baked_in(operation) in ("read-write race", "wrong value")
 
 
 def with_a_baked_in(number: int, names: list[str]) -> list[str]:
-    """Of which index tensors of a case of exchanges no fault is found where they stay as they were captured."""
+    """The index tensors of a case of exchanges that may stay as captured without a fault being found."""
     case, unseen = exchange_cases(3)[number], []
     for name in names:
         with patch.object(cases, "EXCHANGED", tuple(each for each in cases.EXCHANGED if each != name)):

@@ -1,4 +1,4 @@
-"""What a report says of a fault, and a timeline of a trace: complete, in order, and true when it is replayed."""
+"""A fault's report and a trace's timeline: complete, in order, and true when replayed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_trace_has_the_first_access_of_a_race_at_its_step(name, faults):
 
 @st.composite
 def traces(draw) -> Fault:
-    """A race whose first access lies before any number of other accesses and polls."""
+    """A race with any number of other accesses and polls after its first access."""
     site = Site(str(FILE), 1, "kernel", 1)
     race = [
         Access(rank, "kernel", 0, site, "store", "box of rank 0", (0,), (3,), step) for rank, step in ((0, 0), (1, 999))
@@ -113,7 +113,7 @@ def test_a_long_trace_keeps_both_accesses_and_nothing_beside_the_point(fault):
 
 
 def rerun(name: str, words: list[str]) -> str:
-    """Executes the Python lines of a replay; what it raises."""
+    """Execute the Python lines of a replay; what it raises."""
     lines = [line.strip() for line in words if line.startswith("  ")]
     try:
         exec("\n".join(lines), {})
@@ -157,7 +157,7 @@ def test_segments_tell_when_each_program_lived_waited_and_copied(impatient, make
 
 
 class Reader(HTMLParser):
-    """Counts bars, and what would be loaded from elsewhere."""
+    """Counts bars, and resources that would be loaded from elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()

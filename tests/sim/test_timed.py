@@ -1,4 +1,4 @@
-"""Laws of simulated time: nothing moves that need not, nothing is faster than it can be."""
+"""Laws of simulated time: no byte moves needlessly, and nothing is faster than it can be."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def up(n: int, block: int) -> int:
 @settings(max_examples=12)
 @given(st.sampled_from([GATHER, SCATTER]), world_sizes, tokens, sizes, sizes)
 def test_bytes_and_products_are_the_closed_forms(operation: str, w: int, t: int, n: int, k: int) -> None:
-    """A gather sends every rank's rows to every peer once, a reduce-scatter every owner's partials; tiles are whole."""
+    """A gather sends each rank's rows to each peer once, a reduce-scatter each owner's partials; tiles are whole."""
     problem = Problem(operation, t, (n,), k, w)
     c, rows, item = problem.chosen(SMALL), problem.rows, problem.dtype.itemsize
     got = time(problem)
@@ -81,7 +81,7 @@ def test_who_sends_in_a_gather_multiplies_when_all_is_sent() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 16, 32])
 def test_weights_of_few_rows_come_while_rows_travel(tokens: int) -> None:
-    """Half a millisecond from memory, hidden behind a millisecond of latency."""
+    """Half a millisecond of loading is hidden behind a millisecond of latency."""
     problem = Problem(GATHER, tokens, (384,), 1024, 4)
     nbytes = 2 * sum(problem.widths) * problem.k
     slow = SMALL.but(link_latency=1e-3, memory_bandwidth=nbytes / 5e-4)
@@ -91,7 +91,7 @@ def test_weights_of_few_rows_come_while_rows_travel(tokens: int) -> None:
 
 @pytest.mark.parametrize("operation", [SCATTER, REDUCE])
 def test_sums_over_ranks_leave_no_tail(operation: str) -> None:
-    """Most are summed between the products; what is left when the last one ends is read by all programs at once."""
+    """Most are summed between the products; after the last product all programs together read the rest."""
     problem = Problem(operation, 8192, (1024,), 4096, 4)
     got = time(problem)
     last = {rank: max(s.end for s in got.segments if (s.rank, s.what) == (rank, COMPUTE)) for rank in range(4)}
@@ -103,7 +103,7 @@ def test_sums_over_ranks_leave_no_tail(operation: str) -> None:
 
 
 def test_a_small_all_reduce_spreads_its_weights_over_the_machine() -> None:
-    """At most two tiles a program in one shot, one of few rows, and no narrower than they must be."""
+    """At most two tiles per program in one shot, one tile with few rows, and no narrower than necessary."""
     node = load_node("h100")
     for n, columns in ((8192, 32), (4096, 16), (2048, 16), (256, 16)):
         config = Problem(REDUCE, 8, (n,), 64, 8).chosen(node)
@@ -117,7 +117,7 @@ def test_a_small_all_reduce_spreads_its_weights_over_the_machine() -> None:
 
 @pytest.mark.parametrize("tokens", [16, 100, 8192])
 def test_an_all_reduce_is_predicted_with_the_configuration_that_is_launched(tokens: int) -> None:
-    """16 tokens go in one shot, 100 are multiplied together, 8192 go in two."""
+    """16 tokens take one shot, 100 are multiplied together, 8192 take two shots."""
     n, w, node = 4096, 8, load_node("h100")
     x, weight = (torch.empty(extent, 64, dtype=torch.bfloat16, device="meta") for extent in (tokens, n))
     plan = {16: plan_one_shot, 100: plan_few_rows, 8192: plan_two_shot}[tokens]
@@ -135,7 +135,7 @@ def test_a_sum_by_the_switch_is_predicted_with_the_configuration_that_is_launche
 
 @pytest.mark.parametrize("w, t, n", [(8, 512, 1024), (4, 1000, 520), (2, 64, 64)])
 def test_the_switch_takes_every_partial_once_and_gives_every_sum_once(w: int, t: int, n: int) -> None:
-    """Where only links take time: a rank's partials leave it, and the sums that it owns, and in come all sums."""
+    """If only links take time: a rank sends its partials and the sums that it owns, and receives all sums."""
     rate = 1e9
     node = IDEAL.but(link_bandwidth=rate)
     problem = Problem(REDUCE, t, (n,), 64, w, transport=SWITCH)
@@ -149,7 +149,7 @@ def test_the_switch_takes_every_partial_once_and_gives_every_sum_once(w: int, t:
 
 
 def test_a_switch_asks_every_link_out_for_a_sum_and_takes_a_store_to_every_link_in() -> None:
-    """And every memory; of the rank that sums or stores one link, the other way."""
+    """And every memory. The rank that sums or stores uses one link in the other direction."""
     gpus = [SimpleNamespace(memory=f"memory {r}", egress=f"out {r}", ingress=f"in {r}") for r in range(3)]
     traffic: Any = Traffic(SMALL, gpus)  # type: ignore[arg-type]
     memories = {f"memory {r}": 7 for r in range(3)}
@@ -185,7 +185,7 @@ def test_tma_moves_what_pointers_move(operation: str, tokens: int) -> None:
 @settings(max_examples=8)
 @given(st.sampled_from([GATHER, SCATTER, REDUCE]), world_sizes, tokens, st.integers(300, 900))
 def test_skipping_iterations_changes_nothing(operation: str, w: int, t: int, k: int) -> None:
-    """The kernels' loops differ in their tails only, so skipping the middle is exact, to the last bit of time."""
+    """Loops of the kernels differ only in their tails, so skipping the middle is exact, to the last bit of time."""
     problem = Problem(operation, t, (96,), k, w)
     fast, slow = time(problem), time(problem, exact=True)
     assert (fast.total, fast.flops, fast.sent, fast.memory) == (
@@ -200,7 +200,7 @@ def test_skipping_iterations_changes_nothing(operation: str, w: int, t: int, k: 
 @pytest.mark.parametrize("kernel", [kernels.walks, kernels.strides])
 @pytest.mark.parametrize("blocks", [1, 5, 6, 7, 40])
 def test_what_a_loop_carries_is_where_it_would_be(kernel: object, blocks: int) -> None:
-    """An address that was not moved on would lie before the tensor; a sum that grows unevenly stops the skipping."""
+    """An address that did not advance would lie before the tensor; a sum that grows unevenly ends the skipping."""
     b = 16
     counter = torch.zeros(2, dtype=torch.int32)
     args = dict(src=torch.zeros(blocks * b), counter=counter, N=blocks * b, B=b)
@@ -221,7 +221,7 @@ def test_a_run_is_the_same_every_time() -> None:
 @settings(max_examples=12)
 @given(st.sampled_from([GATHER, SCATTER]), world_sizes, tokens, sizes, sizes)
 def test_with_free_communication_only_the_products_take_time(operation: str, w: int, t: int, n: int, k: int) -> None:
-    """All programs take tiles of one list, those that send or sum too, since nothing keeps them."""
+    """All programs take tiles from one list, including those that send or sum, because nothing delays them."""
     problem = Problem(operation, t, (n,), k, w)
     c = problem.chosen(IDEAL)
     heights = [t] if problem.few else problem.rows.sizes
@@ -234,7 +234,7 @@ def test_with_free_communication_only_the_products_take_time(operation: str, w: 
 @settings(max_examples=12)
 @given(st.sampled_from([GATHER, SCATTER, REDUCE]), world_sizes, st.integers(64, 600), st.floats(1e9, 1e12), sizes)
 def test_nothing_is_faster_than_its_parts(operation: str, w: int, t: int, link: float, k: int) -> None:
-    """max(t_comm, t_matmul) <= t_fused for the least that must move and be multiplied."""
+    """max(t_comm, t_matmul) <= t_fused, for the minimum that must move and be multiplied."""
     node, problem = SMALL.but(link_bandwidth=link), Problem(operation, t, (256,), k, w)
     got = time(problem, node)
     received = [sum(b for (s, d), b in got.sent.items() if d == rank) for rank in range(w)]
@@ -245,8 +245,8 @@ def test_nothing_is_faster_than_its_parts(operation: str, w: int, t: int, link: 
 @settings(max_examples=6)
 @given(st.lists(st.floats(1e8, 1e13), min_size=3, max_size=3), st.integers(64, 600))
 def test_a_faster_link_is_never_slower(links: list[float], t: int) -> None:
-    """Where no two transfers share anything (two ranks, a copy stream each, boundless memory): each event then is a
-    maximum of sums of times that fall with the bandwidth. With shares there are anomalies, as in any list schedule."""
+    """If no two transfers share anything (two ranks, a copy stream each, unlimited memory bandwidth), each event is a
+    maximum of sums of times that fall with the bandwidth. With sharing there are anomalies, as in any list schedule."""
     node = SMALL.but(memory_bandwidth=inf)
     problem = Problem(GATHER, t, (300,), 200, 2, transport=ENGINE)
     totals = [time(problem, node.but(link_bandwidth=b, copy_bandwidth=b)).total for b in sorted(links)]

@@ -49,14 +49,14 @@ def test_machines_are_complete(name: str) -> None:
 
 @pytest.mark.parametrize("name", machines())
 def test_every_number_says_where_it_is_from(name: str) -> None:
-    """By an address, or by the word that nobody said so."""
+    """By an address, or by the word for an unsourced number."""
     for key, entry in entries_of(name).items():
         assert "https://" in entry["source"] or entry["source"].startswith("assumed: "), key
 
 
 @given(st.integers(2, 16), st.integers(1, 10**10))
 def test_a_collective_takes_its_best_ring(world_size: int, width: int) -> None:
-    """W - 1 hops and the bytes that a rank must receive; small messages by the ring with the shortest hop."""
+    """W - 1 hops plus the bytes that a rank must receive. Small messages use the ring with the shortest hop."""
     problem = Problem(GATHER, world_size, (1,), width, world_size)
     rings = SMALL.collectives
     want = [r["start"] + (world_size - 1) * (r["hop"] + 2 * width / r["bandwidth"]) for r in rings.values()]
@@ -103,7 +103,7 @@ def test_comparisons_vary_what_they_name(compare: str) -> None:
 
 
 def test_choices_are_compared_with_one_product() -> None:
-    """Also where the product as launched has other tiles than the fused kernel, whose choices are varied."""
+    """Choices vary the fused kernel; the product is the same, even where a launch would give it other tiles."""
     problem = Problem(SCATTER, 512, (1024,), 256, 8)  # a tile has no rows of two owners: theirs are 64
     got = [m for _, m in compared(problem, SMALL, "order")]
     assert len({m.matmul for m in got}) == 1 and len({m.unfused for m in got}) == 1
@@ -166,7 +166,7 @@ def test_all_sizes_stand_in_one_table_beside_those_of_before(
 
 
 def test_an_exchange_sends_what_its_routing_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two ranks, Mixtral's rows: of both choices of a token those that the other rank owns travel, there and back."""
+    """Two ranks, Mixtral's rows: of a token's two choices, those that the other rank owns travel there and back."""
     before, now = tmp_path / "before.json", tmp_path / "now.json"
     words = ["--machine", "h200", "--model", "mixtral-8x7b", "--tokens", "16", "--ranks", "2", "--save"]
     assert timed_exchange.main([*words, str(before)]) == 0

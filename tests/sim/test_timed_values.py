@@ -1,4 +1,4 @@
-"""Tiles and masks of a timed run against numpy: an affine address or a box of bounds is a shorter way to write one."""
+"""Tiles and masks of a timed run against numpy: an affine address or a box of bounds is a compact form of one."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_values_that_were_left_out_decide_nothing() -> None:
 
 @given(st.integers(-(2**63), 2**63 - 1))
 def test_an_integer_that_becomes_a_narrower_one_wraps(n: int) -> None:
-    """As the word of an arrival, whose lower half is the epoch."""
+    """Like the word of an arrival, whose lower half is the epoch."""
     want = int(np.int64(n).astype(np.int32))
     assert converted(n, tl.int32) == want and converted(n, tl.int64) == n
     tile = Tile((1,), tl.int64, data=np.array([n]))

@@ -1,4 +1,4 @@
-"""Timed waits, copies and users' kernels: nobody waits unnoticed, and what cannot be timed says so."""
+"""Timed waits, copies and users' kernels: no wait goes unnoticed, and a kernel that cannot be timed is reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .timed_support import SMALL, time
 
 
 def exchange_run(w: int = 3, n: int = 64, silent: int | None = None) -> Run:
-    """The exchange over w ranks; rank `silent` forgets its flag."""
+    """The exchange over w ranks; rank `silent` does not set its flag."""
     inboxes = symmetric("inbox", w, (n,))
     flags = symmetric("flag", w, (1,), torch.int32, poisoned=False)
     work = []
@@ -52,7 +52,7 @@ def test_a_forgotten_signal_of_the_host_is_a_deadlock() -> None:
 
 
 def test_the_time_of_an_exchange_is_the_sum_of_its_steps() -> None:
-    """Launch, load, store over the link, flag, the waiter's look, load, store: each once."""
+    """Launch, load, store over the link, flag, the waiter's poll, load, store: each once."""
     n, node = 64, SMALL.but(memory_latency=1e-6, link_latency=10e-6, launch_latency=100e-6)
     got = Engine(exchange_run(n=n), node).run()
     move = 2 * 4 * n / node.sm_bandwidth
@@ -62,7 +62,7 @@ def test_the_time_of_an_exchange_is_the_sum_of_its_steps() -> None:
 
 
 def tell_all_run(w: int, silent: int | None = None) -> Run:
-    """Every rank but `silent`, which does nothing, sets a flag at all, and looks at all of its own."""
+    """Every rank but `silent`, which does nothing, sets a flag at all ranks and polls all of its own."""
     flags = symmetric("flag", w, (w,), torch.int32, poisoned=False)
     size = 1 << (w - 1).bit_length()
     work: list[list[Work]] = []
@@ -74,7 +74,7 @@ def tell_all_run(w: int, silent: int | None = None) -> Run:
 
 @pytest.mark.parametrize("w", [2, 3, 8])
 def test_an_atomic_on_a_tile_is_one_instruction(w: int) -> None:
-    """However many words: all flags leave at once, and one look sees them all."""
+    """For any number of words: all flags leave at once, and one poll sees them all."""
     node = SMALL.but(memory_latency=1e-6, link_latency=10e-6, launch_latency=100e-6)
     got = Engine(tell_all_run(w), node).run()
     assert got.total == pytest.approx(100e-6 + 1e-6 + 10e-6 + 1e-6, rel=1e-4)  # launch, addresses, flags, look
@@ -93,7 +93,7 @@ def test_a_tile_of_flags_of_which_one_is_missing_is_a_deadlock_that_names_it(sil
 @pytest.mark.parametrize("lines", [0, 8, 16, 32])
 @pytest.mark.parametrize("latency", [1e-5, 1e-4, 1e-3])
 def test_what_is_prefetched_comes_during_a_wait(lines: int, latency: float) -> None:
-    """A read of 32 lines takes 320 us: from the wait on for those that were not prefetched, from the begin in all."""
+    """Reading 32 lines takes 320 us: from the wait on for those that were not prefetched, from the start for all."""
     n, line = 1024, 1e-5
     node = SMALL.but(
         memory_latency=0.0, link_latency=latency, launch_latency=0.0, memory_bandwidth=128 / line, sm_bandwidth=inf
@@ -122,7 +122,7 @@ def test_waits_end_when_the_flag_is_seen() -> None:
 
 @pytest.mark.parametrize("links", [1.5, 2.0])
 def test_a_short_wait_of_the_library_only_polls(links: float) -> None:
-    """A gather passes the link twice, with its rows and its flag; its wait looks at nothing else than the flags."""
+    """A gather crosses the link twice, with its rows and its flag; its wait reads nothing but the flags."""
     look, problem = 1e-6, Problem(GATHER, 16, (64,), 64, 2)
     near, far = (time(problem, SMALL.but(memory_latency=look, link_latency=n * look)).total for n in (1.0, links))
     assert far - near <= 2 * (links - 1) * look + 0.1 * look
@@ -153,7 +153,7 @@ def test_moments_are_the_segments() -> None:
 
 
 def test_indices_and_counters_are_real() -> None:
-    """Rows whose index is negative are masked: neither loaded nor counted."""
+    """Rows with a negative index are masked: neither loaded nor counted."""
     m, k, programs = 4, 16, 3
     rows = torch.tensor([5, -1, 0, 3, 2, 2, -7, 1, 4, 4, 4, 4], dtype=torch.int32)
     counter = torch.zeros(1, dtype=torch.int32)
@@ -185,7 +185,7 @@ def test_what_cannot_be_timed_says_so(kernel: object, words: str) -> None:
 
 @pytest.mark.parametrize(("config", "programs"), [(None, 3), (1, 2)])
 def test_autotuned_kernels_and_grids_that_are_functions(config: int | None, programs: int) -> None:
-    """The first config, or the one that the launch names."""
+    """The first config is used, or the one that the launch names."""
     counter = torch.zeros(1, dtype=torch.int32)
     args = dict(src=torch.zeros(11), dst=torch.zeros(11), counter=counter, n=11)
     grid = lambda meta: (triton.cdiv(meta["n"], meta["B"]),)  # noqa: E731
@@ -197,7 +197,7 @@ def test_autotuned_kernels_and_grids_that_are_functions(config: int | None, prog
     ("by", "ends", "waits"), [(">=", 2, 3), ("==", 2, 1), ("!=", 0, 2), ("&", 6, 1), ("nor", 1, -3)]
 )
 def test_a_stream_waits_by_any_comparison(by: str, ends: int, waits: int) -> None:
-    """For a flag that becomes 2."""
+    """The awaited flag becomes 2."""
     for value in (ends, waits):
         flag = torch.zeros(1, dtype=torch.int32)
         run = Run([[Signal(flag, 2), Await(flag, value, by=by)]])

@@ -1,4 +1,4 @@
-"""Exchanges one after another, a fast rank a call ahead: no schedule shows a fault, and seeded ones are found."""
+"""Exchanges in a row, a fast rank a call ahead: no schedule shows a fault, and seeded faults are found."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_no_schedule_of_exchanges_in_turn_shows_a_fault(world_size, count):
 
 @st.composite
 def exchanges(draw) -> list[Call]:
-    """Three to five calls, so that a slot is used again, of any tokens and routing; a gather may come between."""
+    """Three to five calls, so that a slot is reused, with any tokens and routing; a gather may come between."""
     w = draw(st.integers(2, 3))
     calls = []
     for _ in range(draw(st.integers(3, 5))):
@@ -62,7 +62,7 @@ def one_buffer(peers, rank):
     ],
 )
 def test_a_broken_rotation_is_found(impatient, name, rule):
-    """A function of kernels/signals.py is another."""
+    """One function of kernels/signals.py is replaced."""
     bodies = {getattr(signals, name): one_buffer if name == "slot" else None}
     fault = explore(replaced(turns_case(3), bodies), 24, shrink=False).fault
     assert fault is not None and fault.rule == rule, fault

@@ -1,4 +1,4 @@
-"""A waived finding: the run goes past it, tells what lies behind, how often it was met, and which waiver is stale."""
+"""A waived finding: the run goes past it and reports later ones, how often it was met, and which waiver is stale."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fill(to, N: tl.constexpr):
 
 @triton.jit
 def tangled(a, b, flags, dst, rank: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr):
-    """Rank 1 and 2 come before rank 0, by a relaxed count, which orders nothing."""
+    """Ranks 1 and 2 come before rank 0, by a relaxed count, which orders nothing."""
     at = tl.arange(0, N)
     a0, b0 = tl.load(a).to(tl.pointer_type(tl.float32)), tl.load(b).to(tl.pointer_type(tl.float32))
     word = tl.load(flags).to(tl.pointer_type(tl.int32))
@@ -114,7 +114,7 @@ def case_stores(): return tangled_run("stores")  # fmt: skip
 
 
 def at(mark: str) -> str:
-    """The place of the line that ends with this comment, as a name has it."""
+    """The place, as names show it, of the line that ends with this comment."""
     (line,) = [n for n, text in enumerate(HERE.read_text().splitlines(), 1) if text.endswith(f"# {mark}")]
     return f"{HERE.name}:{line}"
 
@@ -140,7 +140,7 @@ def explored(kind: str, waive: Any = (), schedules: int = 6) -> Outcome:
 
 @pytest.mark.parametrize("kind", BEHIND)
 def test_each_finding_hides_the_next_until_it_is_waived(kind):
-    """Also where one access races with two others: the order of the lines above is that of the ranks."""
+    """Even if one access races with two others: the order of the lines above is that of the ranks."""
     waived: list[str] = []
     while (fault := explored(kind, waived).fault) is not None:
         assert fault.name in BEHIND[kind] and fault.name not in waived and f"name: {fault.name}" in str(fault)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def exchange(src, inboxes, flags, dst, rank, W: tl.constexpr, N: tl.constexpr, PUBLISH: tl.constexpr):
-    """A block to the next rank, then a flag; what the rank before sent is copied out."""
+    """A block goes to the next rank, then a flag; the block from the previous rank is copied out."""
     at = tl.arange(0, N)
     to = (rank + 1) % W
     out = tl.load(inboxes + to).to(tl.pointer_type(tl.float32))
@@ -23,7 +23,7 @@ def exchange(src, inboxes, flags, dst, rank, W: tl.constexpr, N: tl.constexpr, P
 
 @triton.jit
 def reads_after_a_flag(src, flags, dst, rank, W: tl.constexpr, N: tl.constexpr, LINES: tl.constexpr):
-    """A flag to the next rank; when the one from the rank before is seen, a block is read, LINES of it prefetched."""
+    """Sets a flag at the next rank. After the previous rank's flag it reads a block, LINES of it prefetched."""
     at = tl.arange(0, N)
     if LINES > 0:
         ahead = src + tl.arange(0, LINES) * 32
@@ -38,7 +38,7 @@ def reads_after_a_flag(src, flags, dst, rank, W: tl.constexpr, N: tl.constexpr, 
 
 @triton.jit
 def tell_all(flags, dst, rank, W: tl.constexpr, P: tl.constexpr):
-    """One flag at every rank, in one instruction; then one look at all own flags until they are set."""
+    """Set one flag at every rank in one instruction, then poll all own flags at once until they are set."""
     other = tl.arange(0, P)
     theirs = tl.load(flags + other, mask=other < W, other=0).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(theirs + rank, 1, mask=other < W, sem="release", scope="sys")
@@ -52,7 +52,7 @@ def tell_all(flags, dst, rank, W: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def gather_rows(src, rows, dst, counter, K: tl.constexpr, M: tl.constexpr):
-    """dst[i] = src[rows[i]], and how many programs are done: indices and counters are real, rows are not."""
+    """dst[i] = src[rows[i]], and the number of finished programs: indices and counters are real, rows are not."""
     first = tl.program_id(0) * M
     i = first + tl.arange(0, M)
     at = tl.load(rows + i)
@@ -64,7 +64,7 @@ def gather_rows(src, rows, dst, counter, K: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def branches_on_data(src, dst, N: tl.constexpr):
-    """What it does depends on numbers that a timed run leaves out."""
+    """Branches on numbers that a timed run does not have."""
     if tl.load(src) > 0:
         tl.store(dst + tl.arange(0, N), tl.load(src + tl.arange(0, N)))
 
@@ -84,7 +84,7 @@ def past_the_end(src, N: tl.constexpr):
 
 @triton.jit
 def walks(src, counter, N: tl.constexpr, B: tl.constexpr):
-    """Copies blocks in place, then stores N before where the walk ended, and how far it came."""
+    """Copies blocks in place, then stores N before the end of the walk, and how far it came."""
     at = src + tl.arange(0, B)
     steps = 0
     blocks = 0
@@ -100,7 +100,7 @@ def walks(src, counter, N: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def strides(src, counter, N: tl.constexpr, B: tl.constexpr):
-    """As `walks`, with nothing carried that grows unevenly: its loop is one event."""
+    """Like `walks`, but carries nothing that grows unevenly: its loop is one event."""
     at = src + tl.arange(0, B)
     steps = 0
     for _ in range(0, N, B):
@@ -113,7 +113,7 @@ def strides(src, counter, N: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def polls_by_ptx(src, dst, N: tl.constexpr):
-    """A wait that the timed run cannot see: it would never end."""
+    """A wait that the timed run cannot see, so it would never end."""
     flag = src.to(tl.pointer_type(tl.int32))
     while (
         tl.inline_asm_elementwise("ld.acquire.sys.b32 $0, [$1];", "=r,l", [flag], tl.int32, is_pure=False, pack=1) != 1

@@ -1,4 +1,4 @@
-"""A small node for the tests of timed runs, one on which communication is free, and how to time a problem on them."""
+"""A small node for the tests of timed runs, one with free communication, and how to time a problem on them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""A kernel of Gluon, by itself: where triton interprets, the language does not import."""
+"""A kernel of Gluon in a module of its own: with the interpreter, the language does not import."""
 
 from __future__ import annotations
 

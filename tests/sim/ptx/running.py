@@ -28,7 +28,7 @@ REGISTERS = ".reg .pred %p<8>; .reg .b16 %rs<40>; .reg .b32 %r<200>; .reg .b64 %
 
 @dataclass(frozen=True)
 class Text:
-    """A kernel as PTX: its body finds the address of argument n in %rd<n>, and the thread in %r0."""
+    """A kernel as PTX. In its body, %rd<n> is the address of argument n and %r0 the thread."""
 
     body: str
     arguments: int
@@ -51,7 +51,7 @@ class Text:
 
 
 class Given:
-    """In place of the compiler: launches hold their PTX."""
+    """Stands in for the compiler: launches hold their PTX."""
 
     def compiled(self, launch: Launch) -> tuple[Kernel, dict[str, Any]]:
         text: Text = launch.kernel
@@ -61,7 +61,7 @@ class Given:
 
 
 def run_text(body: str, *tensors: Any, threads: int = 32, shared: int = 0, grid: int = 1, **options: Any) -> None:
-    """One launch of one rank; tensors are changed in place."""
+    """One launch on one rank; tensors are changed in place."""
     args = {f"a{n}": t for n, t in enumerate(tensors)}
     run_all([[Launch(Text(body, len(tensors), threads, shared), grid, args)]], **options)
 
@@ -78,7 +78,7 @@ def run_all(
 def once(
     case: Case, target: str, seed: int = 0, *, weak: bool = True, fine: bool = False, edit: Any = None
 ) -> Fault | None:
-    """What a schedule of a case of compiled kernels shows. edit: of the PTX."""
+    """The fault, if any, that a schedule of a case of compiled kernels shows. edit: changes the PTX."""
     run = case.make()
     compiler = compiler_of(target, edit)
     machine = Machine(run, STRATEGIES[DEFAULT[seed % len(DEFAULT)]], compiler, seed=seed, weak=weak, fine=fine)
@@ -98,7 +98,7 @@ _COMPILERS: dict[Any, Compiler] = {}
 
 
 def compiler_of(target: str, edit: Callable[[str], str] | None = None) -> Compiler:
-    """One for each target and edit, so that a kernel is compiled once in a process of tests."""
+    """One compiler per target and edit, so that a test process compiles each kernel once."""
     return _COMPILERS.setdefault((target, edit), Compiler(target, edit))
 
 
@@ -107,7 +107,7 @@ def schedule(seed: int, target: str) -> Schedule:
 
 
 def edge_words(bits: int, count: int, seed: int) -> np.ndarray[Any, Any]:
-    """Unsigned words: those at the edges of the range, small ones, and any."""
+    """Unsigned words: edges of the range, small ones, and random ones."""
     rng = random.Random(seed)
     top = (1 << bits) - 1
     edges = [0, 1, 2, top, top - 1, top >> 1, (top >> 1) + 1, 31, 32, 33]

@@ -1,4 +1,4 @@
-"""Tensor descriptors that a kernel makes, and reductions by tensor copies: against indexing, and with a fence gone."""
+"""Tensor descriptors made by a kernel, and reductions by tensor copies: against indexing, and with a fence removed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FENCE = (
 
 def made(shape: list[int], steps: list[int], box: list[int], element: int, more: str = "") -> str:
     """PTX that makes a descriptor of the tensor at %rd0, in shared memory at 0. shape, box: innermost first; steps: in
-    bytes, of all dimensions but the innermost.
+    bytes, for all dimensions but the innermost.
     """
     fields = [("global_address", "b64", ""), ("rank", "b32", ""), ("elemtype", "b32", "")]
     values = ["%rd0", len(shape) - 1, element]
@@ -57,7 +57,7 @@ def made(shape: list[int], steps: list[int], box: list[int], element: int, more:
 
 
 def copied_in(start: list[int], nbytes: int) -> str:
-    """PTX that copies the box that begins there (innermost first) to %rd1, by the descriptor at %rd3."""
+    """PTX that copies the box beginning there (innermost first) to %rd1, by the descriptor at %rd3."""
     dims = len(start)
     coordinates = ", ".join(f"%r{20 + n}" for n in range(dims))
     sets = " ".join(f"mov.b32 %r{20 + n}, {value};" for n, value in enumerate(start))
@@ -74,7 +74,7 @@ def copied_in(start: list[int], nbytes: int) -> str:
 
 @given(st.data())
 def test_a_copy_goes_by_the_fields_that_the_kernel_has_set(data: st.DataObject) -> None:
-    """Of a strided tensor of 1 to 3 dimensions; what lies outside of it is 0."""
+    """Of a strided tensor of 1 to 3 dimensions; elements outside of it are 0."""
     dtype = data.draw(st.sampled_from(list(ELEMENTS)))
     size = dtype.itemsize
     dims = data.draw(st.integers(1, 3))
@@ -136,7 +136,7 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("how", ["cp.async.bulk.tensor.1d", "cp.reduce.async.bulk.tensor.1d"])
 @pytest.mark.parametrize("wait, rule", [("", "read-write race"), ("cp.async.bulk.wait_group 0;", "")])
 def test_what_a_copy_changes_is_ordered_after_its_wait_alone(how: str, wait: str, rule: str) -> None:
-    """Not by flags that the thread which issued it sets and sees meanwhile."""
+    """Flags that the issuing thread sets and sees meanwhile do not order it."""
     x, flags = torch.zeros(32, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     described = TensorMap(x.data_ptr(), (32,), (1,), (32,), "s32", 0)
     kind = "add.bulk_group" if "reduce" in how else "bulk_group"
@@ -165,7 +165,7 @@ COMPARED = [(dtype, operation) for dtype in (torch.int32, torch.bfloat16) for op
 
 @pytest.mark.parametrize("dtype, operation", SUMS + COMPARED + [(torch.int32, each) for each in ("and", "or", "xor")])
 def test_reductions(dtype: torch.dtype, operation: str) -> None:
-    """PTX ISA 8.8, 9.7.9.25.5.4: the tensor's elements become operation(they, the box's); of two programs."""
+    """PTX ISA 8.8, 9.7.9.25.5.4: each element becomes operation(element, the box's); with two programs."""
     reduced(dtype, operation)
 
 
@@ -177,7 +177,7 @@ def test_a_reduction_of_what_a_store_wrote_needs_a_proxy_fence() -> None:
 
 
 def reduced(dtype: torch.dtype, operation: str, more: str = "", first: int | None = None) -> None:
-    """more: PTX of the first thread before it reduces; first: what x begins with in the end."""
+    """more: PTX of the first thread before it reduces; first: the first elements of x in the end."""
     size = dtype.itemsize
     x = (torch.arange(24) * 7 % 11 - 5).to(dtype)
     given_ = (torch.arange(32) * 5 % 13 - 6).to(dtype)
@@ -207,7 +207,7 @@ def test_compiled_kernels_that_make_descriptors(make: Callable, target: str) -> 
 
 
 def test_one_launch_on_two_ranks_is_two_launches() -> None:
-    """Each with descriptors in memory of its own."""
+    """Each has descriptors in its own memory."""
 
     def make() -> Run:
         x, out = torch.ones(16, 16), torch.zeros(256)

@@ -52,7 +52,7 @@ def relaxed_acquire(text: str) -> str:
 
 
 def longer_wait(text: str) -> str:
-    """One more group of copies may be under way after each wait."""
+    """After each wait, one more group of copies may still be in flight."""
     return re.sub(r"(cp\.async\.wait_group\s+)(0x)?(\d+)", lambda m: f"{m[1]}{int(m[3]) + 1}", text)
 
 
@@ -106,7 +106,7 @@ FAULTS: list[tuple[Call, str, Edit, bool]] = [
     ids=[f"{c.operation}-{t}-{e.__name__}-{n}" for n, (c, t, e, _) in enumerate(FAULTS)],
 )
 def test_seeded_faults_are_found(call: Call, target: str, edit: Edit, fine: bool) -> None:
-    """In at least two of three seeds; and the code as it was compiled shows nothing in any of them."""
+    """At least two of three seeds find each fault. The code as compiled shows none with any seed."""
     case = small_case(call, target)
     assert [once(case, target, seed, fine=fine) for seed in range(3)] == [None] * 3
     found = [once(case, target, seed, fine=fine, edit=edit) for seed in range(3)]
@@ -115,7 +115,7 @@ def test_seeded_faults_are_found(call: Call, target: str, edit: Edit, fine: bool
 
 @triton.jit
 def wait_for(flag, limit):
-    """Until the flag is up, at most `limit` polls."""
+    """Wait until the flag is set, at most `limit` polls."""
     polls = 0
     while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 1) & (polls < limit):
         polls += 1
@@ -127,8 +127,8 @@ def gated_matmul(
 ):  # fmt: skip
     """y [M, M] = inbox [M, K] @ w [M, K].T while a peer fills the inbox, with a flag for each CHUNK columns.
 
-    Not OUTSIDE: the wait for a chunk stands in the loop that loads it, whose loads of later rounds the compiler's
-    software pipeliner issues first. OUTSIDE: it stands in a loop over chunks, and the inner loop holds none.
+    Without OUTSIDE, the wait for a chunk is in the loop that loads it, and the compiler's software pipeliner issues
+    loads of later iterations early. With OUTSIDE, it is in a loop over chunks, and the inner loop contains no wait.
     """
     ms, ks = tl.arange(0, M), tl.arange(0, BLOCK_K)
     acc = tl.zeros((M, M), tl.float32)
@@ -149,7 +149,7 @@ def gated_matmul(
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_a_wait_inside_a_pipelined_loop_is_found(target: str) -> None:
-    """The pipeliner loads ahead of the wait. No schedule of the kernel's text shows it."""
+    """The pipeliner loads before the wait. No schedule of the kernel's source shows this."""
     k, m, chunk, ranks = 256, 32, 64, range(2)
 
     def make(outside: bool, stages: int) -> Case:
@@ -190,7 +190,7 @@ def copied(dst, src, N: tl.constexpr):
 @pytest.mark.parametrize("fence", [True, False])
 @pytest.mark.parametrize("by", ["stream", "kernel"])
 def test_the_end_of_a_kernel_is_known_elsewhere_by_a_release_of_its_stream(fence: bool, by: str) -> None:
-    """By what the stream writes, with a fence, or by the release of the next kernel there."""
+    """By a write of the stream, with a fence, or by the release of the next kernel on it."""
 
     def make() -> Run:
         box, flags = symmetric("box", 2, (64,)), symmetric("flags", 2, (1,), torch.int32, poisoned=False)
@@ -231,7 +231,7 @@ def test_a_wait_for_a_lost_peer_ends(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @triton.jit
 def send_block(x, out, flag):
-    """By a TMA store; descriptors from the host."""
+    """Send a block by a TMA store, with descriptors from the host."""
     out.store([0, 0], x.load([0, 0]))
     tl.debug_barrier()
     tl.atomic_xchg(flag, 1, sem="release", scope="sys")
@@ -253,7 +253,7 @@ def block_case() -> Case:
 
 
 def wait_to_reuse(text: str) -> str:
-    """As Triton before 3.8: until the source may be reused, not until the data have landed."""
+    """Like Triton before 3.8: wait until the source may be reused, not until the data have landed."""
     changed = re.sub(r"(cp\.async\.bulk\.wait_group)(\s)", r"\1.read\2", text)
     assert changed != text or "cp.async.bulk" not in text
     return changed
@@ -293,7 +293,7 @@ def product(x, w, y, K, SX: tl.constexpr, SW: tl.constexpr, M: tl.constexpr, N: 
     ],
 )
 def test_products_of_every_layout(target: str, dtype: torch.dtype, x_major: str, w_major: str) -> None:
-    """Descriptors and swizzles as the compiler makes them: operands with K or with rows innermost."""
+    """Descriptors and swizzles as the compiler makes them: operands with K or rows innermost."""
     assert once(product_case(dtype, x_major, w_major), target, fine=dtype == torch.bfloat16) is None
 
 
@@ -310,7 +310,7 @@ def product_case(dtype: torch.dtype = torch.float16, x_major: str = "k", w_major
 
 
 def flat_case(k: int, programs: int) -> Case:
-    """The plain matmul of 3 x 3 tiles, the last ones cut off, in one loop over tiles and K; y leaves by TMA."""
+    """The plain matmul of 3 x 3 tiles, the last ones partial, in one loop over tiles and K; y is stored by TMA."""
     m, n = 150, 136
     torch.manual_seed(0)
     x, w, bias = (torch.randint(-2, 3, shape).bfloat16() for shape in ((m, k), (n, k), (n,)))
@@ -329,12 +329,12 @@ def flat_case(k: int, programs: int) -> Case:
 
 @pytest.mark.parametrize("k, programs", [(40, 2), (72, 4), (200, 3), (72, 9)])
 def test_one_loop_over_tiles_and_k(k: int, programs: int) -> None:
-    """Of tiles with one block of K, fewer than are on their way at once, and more; a program may have one tile."""
+    """Tiles with one block of K, with fewer than are in flight at once, and with more; a program may have one tile."""
     assert once(flat_case(k, programs), "sm_90", fine=k == 72) is None
 
 
 def test_half_a_tile_over_one_that_is_still_read_is_found() -> None:
-    """One more of TMA's stores may be reading its source while the next half goes there."""
+    """A TMA store may still be reading its source while the next half is written there."""
 
     def longer(text: str) -> str:
         return re.sub(r"(cp\.async\.bulk\.wait_group\S*\s+)0;", r"\g<1>1;", text)
@@ -344,7 +344,7 @@ def test_half_a_tile_over_one_that_is_still_read_is_found() -> None:
 
 
 def tiles_case(k: int) -> Case:
-    """The plain matmul by pointers: one program has nine tiles, one after the other."""
+    """The plain matmul by pointers: one program computes nine tiles, one after the other."""
     torch.manual_seed(0)
     x, w = (torch.randint(-2, 3, (48, k)).float() for _ in range(2))
     config = Config(16, 16, 16, num_warps=4, num_stages=3)
@@ -359,7 +359,7 @@ def tiles_case(k: int) -> Case:
 
 
 def test_a_copy_that_nobody_waited_for_races_with_the_next_tiles() -> None:
-    """What is under way behind the loop over K, in each schedule."""
+    """A copy still in flight after the loop over K shows in each schedule."""
 
     def unfinished(text: str) -> str:
         changed = re.sub(r"(cp\.async\.wait_group\s+)0;", r"\g<1>1;", text)

@@ -1,7 +1,7 @@
-"""Litmus tests of PTX's memory model on the machine: what it forbids is never shown, what it allows is shown.
+"""Litmus tests of PTX's memory model on the machine: forbidden outcomes never appear, allowed ones do.
 
 PTX ISA 8.8, section 8.10 (axioms) and 8.8 (release and acquire patterns). Threads T0, T1, ... are one-thread programs
-of ranks 0, 1, ..., or of one rank, or warps of one program; each register a test asks for is an outcome's number.
+of ranks 0, 1, ..., or of one rank, or warps of one program. Each register that a test names is a number of an outcome.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Outcome = tuple[int, ...]
 def outcomes(
     *threads: str, apart: str = "ranks", seeds: int = SEEDS, weak: bool = True, words: int = 4
 ) -> set[Outcome]:
-    """All that `seeds` schedules show of the registers %r10, %r11 of each thread, in order.
+    """All values of the registers %r10, %r11 of each thread, in order, that `seeds` schedules show.
 
     A thread's text may use [x], [y], [z], [w], four words of 0. apart: "ranks", "programs" or "warps".
     """
@@ -104,7 +104,7 @@ def acquires(scope: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("apart, scope", [*PLACES, OVER[0]])
 def test_message_passing_is_forbidden_by_release_and_acquire(apart: str, scope: str) -> None:
-    """r10 = 1 and r11 = 0 by no pair of patterns."""
+    """No pair of patterns gives r10 = 1 and r11 = 0."""
     for n, release in enumerate(releases(scope).values()):
         for m, acquire in enumerate(acquires(scope).values()):
             shown = outcomes(f"{st('x', 1)} {release}", f"{acquire} {ld(B, 'x')}", apart=apart, seeds=8 + (n + m) % 2)
@@ -124,7 +124,7 @@ def test_message_passing_by_relaxed_operations_shows(apart: str, scope: str, wea
 @pytest.mark.parametrize("apart, scope", TOO_NEAR)
 @pytest.mark.parametrize("release", ["fence", "fence.sc"])
 def test_a_fence_of_a_scope_that_does_not_reach_orders_nothing(apart: str, scope: str, release: str) -> None:
-    """8.7: morally strong. The flag itself is of system scope; a weak message is a race, a relaxed one is missed."""
+    """8.7: morally strong. The flag itself has system scope; a weak message is a race, a relaxed one is missed."""
     wide, near = "sys", scope
     for give, take in ((wide, near), (near, wide)):
         sends, gets = releases(give)[release], acquires(take)["fence"]
@@ -138,7 +138,7 @@ def test_a_fence_of_a_scope_that_does_not_reach_orders_nothing(apart: str, scope
 
 @pytest.mark.parametrize("apart, scope", TOO_NEAR)
 def test_an_acquire_of_a_scope_that_does_not_reach_is_a_race(apart: str, scope: str) -> None:
-    """8.7.1: the flag's own accesses are not morally strong."""
+    """8.7.1: the accesses of the flag itself are not morally strong."""
     with pytest.raises(SimulationFault) as caught:
         outcomes(
             f"\n.loc 1 3 1\n{st('x', 1)} \n.loc 1 4 1\n{st('y', 1, 'release')}",
@@ -150,7 +150,7 @@ def test_an_acquire_of_a_scope_that_does_not_reach_is_a_race(apart: str, scope: 
 
 
 def test_a_reduction_acquires_nothing() -> None:
-    """8.8: `red; fence.acquire` is no acquire pattern."""
+    """8.8: `red; fence.acquire` is not an acquire pattern."""
     get = f"red.global.relaxed.sys.add.u32 [y], 2; fence.acq_rel.sys; {ld(A, 'x')} {ld(B, 'y')}"
     shown = outcomes(f"{st('x', 1)} {st('y', 1, 'release')}", get)
     assert (-1, -1, 0, 3) in shown
@@ -163,14 +163,14 @@ def test_a_reduction_acquires_nothing() -> None:
     "between", ["atom.global.relaxed.sys.add.u32 %r5, [y], 1;", "red.global.relaxed.sys.add.u32 [y], 1;"]
 )
 def test_an_atomic_carries_on_what_it_read(between: str) -> None:
-    """8.9.2: observation order goes through atomic operations of other threads."""
+    """8.9.2: observation order passes through atomic operations of other threads."""
     get = f"{ld(A, 'y', 'acquire')} {ld(B, 'x')}"
     shown = outcomes(f"{st('x', 1)} {st('y', 1, 'release')}", between, get, seeds=160)
     assert (-1, -1, -1, -1, 2, 0) not in shown and (-1, -1, -1, -1, 2, 1) in shown
 
 
 def test_a_store_of_another_thread_ends_a_release_sequence() -> None:
-    """And one of the same thread goes on with it: 8.8, the second form of a release pattern."""
+    """A store of the same thread continues it: 8.8, the second form of a release pattern."""
     get = f"{ld(A, 'y', 'acquire')} {ld(B, 'x')}"
     shown = outcomes(f"{st('x', 1)} {st('y', 1, 'release')}", st("y", 2), get, seeds=160)
     assert (-1, -1, -1, -1, 2, 0) in shown
@@ -221,7 +221,7 @@ def independent(order: str, between: str) -> bool:
 
 
 def test_independent_reads_of_independent_writes() -> None:
-    """PTX is not multi-copy atomic: two readers may disagree, unless fence.sc stands between their reads."""
+    """PTX is not multi-copy atomic: two readers may disagree, unless fence.sc is between their reads."""
     assert independent("relaxed", "")
     assert independent("acquire", "")
     assert not independent("relaxed", "fence.sc.sys;")
@@ -275,7 +275,7 @@ def test_atomics_of_one_word_lose_nothing(apart: str, scope: str) -> None:
 
 
 def test_what_is_allowed_and_not_shown() -> None:
-    """Load buffering, and a write that slips under another (2+2W): the table in docs/checking-kernels.md."""
+    """Load buffering, and 2+2W (both words end with their first write): the table in docs/checking-kernels.md."""
     shown = outcomes(f"{ld(A, 'x')} {st('y', 1)}", f"{ld(A, 'y')} {st('x', 1)}")
     assert (1, -1, 1, -1) not in shown
     for seed in range(30):
@@ -300,7 +300,7 @@ RACES: list[tuple[str, str, str]] = [
 @pytest.mark.parametrize("one, other, rule", RACES)
 @pytest.mark.parametrize("apart", ["ranks", "programs", "warps"])
 def test_conflicts_that_nothing_orders_are_races(one: str, other: str, rule: str, apart: str) -> None:
-    """In every schedule, with both lines: 8.7.1. Words of which one is a part of the other race too: 8.7.2."""
+    """In every schedule, with both lines: 8.7.1. Words of which one is part of the other race too: 8.7.2."""
     one = one.replace("1;", "%rd5;") if "b64" in one else one
     found = []
     for seed in range(4):
@@ -329,7 +329,7 @@ def test_a_race_names_all_elements_that_it_concerns() -> None:
 
 @pytest.mark.parametrize("part", ["sends", "sees", "passes on", "ends", "nothing"])
 def test_the_cause_of_a_race_names_the_weak_part_of_a_chain_by_way_of_a_third(part: str) -> None:
-    """T0 writes x and signals y to T1, which signals z to T2, which reads x."""
+    """T0 writes x and signals T1 by y; T1 signals T2 by z; T2 reads x."""
 
     def by(order: str, this: str) -> str:
         return "relaxed" if part == this else order
@@ -358,7 +358,7 @@ def test_the_cause_of_a_race_names_the_weak_part_of_a_chain_by_way_of_a_third(pa
 
 @pytest.mark.parametrize("barrier", ["bar.sync 0;", "bar.sync 1, 64;", "barrier.sync 2;"])
 def test_a_barrier_orders_the_threads_that_meet(barrier: str) -> None:
-    """And lanes of a warp are ordered by bar.warp.sync alone, not by being of one warp: 8.5, note."""
+    """Lanes of a warp are ordered by bar.warp.sync, not by being in one warp: 8.5, note."""
     body = """xor.b32 %r1, %r0, {}; mad.wide.u32 %rd8, %r0, 4, %rd0; mad.wide.u32 %rd9, %r1, 4, %rd0;
         st.global.b32 [%rd8], %r0; {} ld.global.b32 %r2, [%rd9]; st.global.b32 [%rd8+256], %r2;"""
     cases: list[tuple[int, str, bool]] = [
@@ -378,7 +378,7 @@ def test_a_barrier_orders_the_threads_that_meet(barrier: str) -> None:
 
 @pytest.mark.parametrize("barrier", [0, 1])  # 0 is the barrier of all, so that the warps go in step
 def test_a_barrier_opens_for_as_many_threads_as_it_expects(barrier: int) -> None:
-    """9.7.13.1: it completes when that many have arrived; those who come later wait for the next phase."""
+    """9.7.13.1: it completes when that many threads have arrived; later ones wait for the next phase."""
     body = """mad.wide.u32 %rd8, %r0, 4, %rd0; xor.b32 %r1, %r0, {}; mad.wide.u32 %rd9, %r1, 4, %rd0;
         st.global.b32 [%rd8], %r0; bar.sync {}, 64; ld.global.b32 %r2, [%rd9];"""
 
@@ -406,7 +406,7 @@ def test_a_barrier_opens_for_as_many_threads_as_it_expects(barrier: int) -> None
 
 
 def test_bar_arrive_orders_those_that_wait_only() -> None:
-    """8.9.4: `bar.arrive` synchronizes with `bar.sync`, not the other way."""
+    """8.9.4: `bar.arrive` synchronizes with `bar.sync`, but not the other way."""
     arrives = "st.global.b32 [%rd0], 1; bar.arrive 1, 64;"
     waits = "bar.sync 1, 64;"
     head = "setp.ge.u32 %p1, %r0, 32; and.b32 %r2, %r0, 31; setp.eq.b32 %p3, %r2, 0; @%p1 bra $B;"
@@ -426,7 +426,7 @@ def test_bar_arrive_orders_those_that_wait_only() -> None:
 
 
 def packed(flags: Callable[[int], bool]) -> bool:
-    """Whether four words that are sent at once, some of them flags, are torn where the flags are right."""
+    """Whether four words sent at once, some of them flags, are torn although the flags are right."""
     torn = False
     for seed in range(60):
         memory, out = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
@@ -442,7 +442,7 @@ def packed(flags: Callable[[int], bool]) -> bool:
 
 
 def test_vectors_tear_between_words_of_8_bytes() -> None:
-    """A flag in each 8 bytes guards them, as NCCL's LL does; one flag for 16 bytes does not."""
+    """A flag in each 8 bytes guards them, as in NCCL's LL; one flag for 16 bytes does not."""
     assert not packed(lambda n: n % 2 == 1)
     assert packed(lambda n: n == 3)
 
@@ -451,7 +451,7 @@ def test_vectors_tear_between_words_of_8_bytes() -> None:
 
 
 class WithMap(Text):
-    """Its first argument is a tensor map, of which it has the address."""
+    """Its first argument is a tensor map, passed by address."""
 
     @property
     def ptx(self) -> str:

@@ -1,4 +1,4 @@
-"""What programs see of each other's stores, and what ends a run: bounds, deadlock, the step limit."""
+"""What programs see of each other's stores, and what ends a run: bounds, a deadlock, the step limit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sine_and_cosine(x, y):
 
 @pytest.mark.parametrize("name", ATOMICS)
 def test_atomics(name: str) -> None:
-    """9.7.13.5: the lanes one after another, each getting what stood there before it."""
+    """9.7.13.5: lanes go one after another, and each gets the previous value."""
     x = torch.randint(0, 50, (32,), dtype=torch.int32)
     word, old = torch.tensor([17], dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     operation, _, t = name.partition(".")
@@ -114,14 +114,14 @@ ACQUIRES = {
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("acquire", ACQUIRES)
 def test_messages_arrive(release: str, acquire: str) -> None:
-    """Message passing by every kind of release and acquire, lanes in lockstep and warp by warp: PTX ISA section 8."""
+    """Messages by every kind of release and acquire, lanes in lockstep and warp by warp: PTX ISA section 8."""
     for seed in range(4):
         assert message(RELEASES[release], ACQUIRES[acquire], seed, fine=seed % 2 == 1)
 
 
 @pytest.mark.parametrize("broken", ["relaxed release", "relaxed acquire", "volatile", "no barrier"])
 def test_messages_without_order_are_lost(broken: str) -> None:
-    """A race in every seed, weak or not, in lockstep or warp by warp."""
+    """Every seed shows a race, weak or not, in lockstep or warp by warp."""
     release, acquire, barrier = RELEASES["st.release"], ACQUIRES["ld.acquire"], "bar.sync 0;"
     if broken == "relaxed release":
         release = release.replace("release", "relaxed")
@@ -139,7 +139,7 @@ def test_messages_without_order_are_lost(broken: str) -> None:
 
 
 def test_a_load_of_constants_does_not_see_what_a_message_brings() -> None:
-    """It goes through a cache that is not coherent: what it reads may not be written while its kernel runs."""
+    """Its cache is not coherent: data that it reads may not be written while its kernel runs."""
     release, acquire = RELEASES["st.release"], ACQUIRES["ld.acquire"]
     for seed in range(4):
         with pytest.raises(SimulationFault, match=r"are ordered, but ld\.global\.nc reads") as caught:
@@ -149,7 +149,7 @@ def test_a_load_of_constants_does_not_see_what_a_message_brings() -> None:
 
 @pytest.mark.parametrize("launches", [1, 2])
 def test_a_load_of_constants_sees_what_the_launch_before_has_written(launches: int) -> None:
-    """In the same launch it may not, even of the thread's own."""
+    """In the same launch it may not read even the thread's own stores."""
     store, load = "st.global.b32 [%rd0], 7;", "ld.global.nc.b32 %r1, [%rd0]; st.global.b32 [%rd1], %r1;"
     x, y = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     texts = [store, load] if launches == 2 else [store + load]
@@ -163,7 +163,7 @@ def test_a_load_of_constants_sees_what_the_launch_before_has_written(launches: i
 
 
 def test_a_program_sees_its_own_stores_at_once() -> None:
-    """Words stored by halves, read whole, before anyone else may see them."""
+    """Words are stored by halves and read whole, before any other program may see them."""
     x = torch.zeros(32, dtype=torch.int32)
     body = """mad.wide.u32 %rd8, %r0, 4, %rd0; mov.b16 %rs1, 7; cvt.u16.u32 %rs2, %r0;
         st.global.b32 [%rd8], 99; st.global.b16 [%rd8], %rs1; st.global.b16 [%rd8+2], %rs2;
@@ -173,7 +173,7 @@ def test_a_program_sees_its_own_stores_at_once() -> None:
 
 
 def test_cp_async_lands_at_its_wait() -> None:
-    """Groups of a thread complete in order: after wait_group 1 the first of two is there, the second is not."""
+    """Groups of a thread complete in order: after wait_group 1 the first of two has landed, the second has not."""
     src, out = torch.arange(1, 65, dtype=torch.int32), torch.zeros(3, 32, dtype=torch.int32)
     body = """mad.wide.u32 %rd8, %r0, 4, %rd0; shl.b32 %r1, %r0, 2;
         cp.async.ca.shared.global [%r1], [%rd8], 4; cp.async.commit_group;
@@ -221,7 +221,7 @@ def test_bad_accesses(body: str, rule: str) -> None:
 
 @dataclass(frozen=True)
 class WithTables(Text):
-    """A kernel behind the module's constants."""
+    """A kernel after the module's tables of constants."""
 
     tables: str = ""
 
@@ -231,7 +231,7 @@ class WithTables(Text):
 
 
 def test_a_read_behind_a_table_of_constants_is_out_of_bounds() -> None:
-    """Each begins at a multiple of 16 bytes, and ends where it ends."""
+    """Each table begins at a multiple of 16 bytes; only the tables' own bytes are in bounds."""
     tables = "".join(f".global .align 4 .b8 table_{n}[{4 * n}] = {{{n}, 0, 0, {n}}};\n" for n in (1, 5))
     for at, want in (("table_1", 0x01000001), ("table_5+0", 0x05000005), ("table_5+16", 0), ("table_5+20", None)):
         out = torch.zeros(1, dtype=torch.int32)
@@ -246,7 +246,7 @@ def test_a_read_behind_a_table_of_constants_is_out_of_bounds() -> None:
 
 @pytest.mark.parametrize("t, one", [("f16", 0x3C00), ("bf16", 0x3F80)])
 def test_an_atomic_of_16_bits_leaves_a_nan_out(t: str, one: int) -> None:
-    """As min and max do without .NaN, 9.7.4.8; packed or not."""
+    """Like min and max without .NaN, 9.7.4.8; packed or not."""
     for old, given in ((one, 0x7FFF), (0x7FFF, one)):
         single, pair = torch.tensor([old], dtype=torch.int16), torch.tensor([old * 0x10001], dtype=torch.int32)
         body = f"""setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.b16 %rs1, {given}; mov.b32 %r1, {given * 0x10001};
@@ -256,7 +256,7 @@ def test_an_atomic_of_16_bits_leaves_a_nan_out(t: str, one: int) -> None:
 
 
 def test_a_race_has_the_same_name_wherever_tensors_lie() -> None:
-    """One store of another rank meets two stores, to x and to y: the first lane's comes first."""
+    """One store of another rank meets two stores, to x and to y: the report names the first lane's first."""
     pool, names = torch.zeros(96, dtype=torch.int32), set()
     to = "mul.wide.u32 %rd5, %r0, 4; add.s64 %rd6, %rd0, %rd5; add.s64 %rd7, %rd1, %rd5;"
     two = Text(f".loc 1 10 1\n{to} st.global.b32 [%rd6], 1;\n.loc 1 11 1\nst.global.b32 [%rd7], 1;", 2)
@@ -271,7 +271,7 @@ def test_a_race_has_the_same_name_wherever_tensors_lie() -> None:
 
 
 def test_variables_in_shared_memory_have_places_of_their_own() -> None:
-    """Behind the kernel's, aligned; a name means what the innermost braces declare."""
+    """They lie behind the kernel's own, aligned. A name means the innermost declaration."""
     out = torch.zeros(4, 32, dtype=torch.int32)
     body = """.shared .b8 tag; .shared .align 16 .b32 word, row[32];
         mad.wide.u32 %rd9, %r0, 4, %rd0; shl.b32 %r1, %r0, 2; mov.u32 %r2, row; add.u32 %r3, %r2, %r1;
@@ -311,7 +311,7 @@ def test_the_place_of_a_bad_access_is_named(body: str, place: str) -> None:
 
 @every_lane_or_half
 def test_local_memory_is_each_lanes_own(half: bool) -> None:
-    """By addresses in local memory and by generic ones; those of other tensors stay what they are."""
+    """By addresses in local memory and by generic ones; other tensors' addresses stay the same."""
     x, out = torch.randint(1, 1 << 30, (2, 32), dtype=torch.int32), torch.zeros(5, 32, dtype=torch.int32)
     body = f""".local .align 8 .b8 depot[24]; .reg .b64 %SP; .reg .b32 %SPL;
         mov.b32 %SPL, depot; mov.b64 %rd9, depot; cvta.local.u64 %SP, %rd9;
@@ -334,7 +334,7 @@ def test_local_memory_is_each_lanes_own(half: bool) -> None:
 
 
 def test_functions_that_use_local_memory_and_tables_run() -> None:
-    """sin and cos of large numbers: their slow path has a table of 2 / pi and an array a lane."""
+    """sin and cos of large numbers: their slow path has a table of 2 / pi and an array per lane."""
     x, y = torch.tensor([0.5, 1e6, -3e9, 1e30] * 8), torch.zeros(32)
 
     def near() -> None:
@@ -353,14 +353,14 @@ def test_memory_that_no_one_wrote() -> None:
 
 
 def slices(*bounds: int, poisoned: bool = False) -> tuple[torch.Tensor, list[Memory]]:
-    """A heap of 64 words, and slices of it between these words."""
+    """A heap of 64 words, and slices of it between these bounds."""
     heap = torch.zeros(64, dtype=torch.int32)
     named = zip(("box", "next", "last"), bounds, bounds[1:], strict=False)
     return heap, [Memory(name, (heap[a:b],), poisoned and name == "box") for name, a, b in named]
 
 
 def stored(at: int, memory: list[Memory], **args: Any) -> Fault | None:
-    """What comes of a store of 8 threads, the first of them at this address."""
+    """The fault, if any, of a store by 8 threads, the first of them at this address."""
     body = "mad.wide.u32 %rd9, %r0, 4, %rd0; setp.lt.u32 %p1, %r0, 8; @%p1 st.global.b32 [%rd9], 7;"
     try:
         run_all([[Launch(Text(body, 1 + len(args)), 1, dict(at=at, **args))]], memory)
@@ -370,7 +370,7 @@ def stored(at: int, memory: list[Memory], **args: Any) -> Fault | None:
 
 
 def test_slices_of_a_heap_have_bounds_of_their_own() -> None:
-    """What runs over from one into the next, or into what no memory names, is out of bounds."""
+    """An access that runs from one slice into the next, or into unnamed memory, is out of bounds."""
     heap, memory = slices(8, 16, 32)
     assert stored(heap[8:].data_ptr(), memory) is None and stored(heap[20:].data_ptr(), memory) is None
     for first, said in ((9, "past the end of box"), (25, "past the end of next"), (7, "bytes before box")):
@@ -380,7 +380,7 @@ def test_slices_of_a_heap_have_bounds_of_their_own() -> None:
 
 
 def test_slices_that_ranks_have_of_one_memory_may_be_reached_at_once() -> None:
-    """As by a table of addresses."""
+    """As through a table of addresses."""
     heap = torch.zeros(64, dtype=torch.int32)
     memory = Memory("box", (heap[8:16], heap[16:24]))
     body = "mad.wide.u32 %rd9, %r0, 4, %rd0; setp.lt.u32 %p1, %r0, 8; @%p1 st.global.b32 [%rd9], 7;"
@@ -486,8 +486,8 @@ def test_residency_decides_whether_a_wait_ends() -> None:
 def counting(
     first: str, second: str, turns: int, monkeypatch: pytest.MonkeyPatch, seed: int = 0, times: int = 3000
 ) -> None:
-    """Program 0 does `first`; program 1 counts down at %rd1 until it sees a 1 at %rd2 or has done so `times`, does
-    `second`, and counts on.
+    """Program 0 does `first`. Program 1 counts down at %rd1 until it sees a 1 at %rd2 or has done so `times` times,
+    does `second`, and counts on.
     """
     monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", turns)
     count = """st.global.relaxed.gpu.b32 [%rd1], %r9; ld.global.relaxed.gpu.b32 %r3, [%rd2];
@@ -500,7 +500,7 @@ def counting(
 
 
 def test_a_program_sleeps_until_a_word_that_it_polls_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not until another one does: each would poll as often as all others change something."""
+    """It does not wake for other words: otherwise it would poll once for every change of any word."""
     waits = """$spin: ld.global.acquire.gpu.b32 %r2, [%rd0]; setp.eq.b32 %p2, %r2, 0; @%p2 bra $spin;
         st.global.relaxed.gpu.b32 [%rd2], 1;"""
     counting(waits, "st.global.release.gpu.b32 [%rd0], 1;", 6200, monkeypatch)
@@ -516,7 +516,7 @@ def test_a_sleeper_wakes_when_a_part_of_what_it_polls_changes(at: int, monkeypat
 
 @pytest.mark.parametrize("times", [*range(3, 12), 3000])
 def test_a_change_between_two_polls_is_not_slept_through(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four words in turn, more than polls before it sleeps."""
+    """Four words in turn: more words than polls before the program sleeps."""
     monkeypatch.setattr("fusedtp.sim.ptx.machine.LONG_PATIENCE", 3)
     monkeypatch.setattr("fusedtp.sim.ptx.machine.RESTLESS", 1 << 30)
     loads = "".join(f"ld.global.relaxed.gpu.b32 %r{4 + n}, [%rd0+{8 * n}]; " for n in range(4))
@@ -528,7 +528,7 @@ def test_a_change_between_two_polls_is_not_slept_through(times: int, monkeypatch
 
 @pytest.mark.parametrize("words, at", [(12, 9), (40, 5)])
 def test_who_waits_for_any_of_many_words_wakes_by_each(words: int, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Program 0 polls for long before it sets one of the words that program 1 reads one by one, and waits for it."""
+    """Program 1 reads many words one by one. Program 0 polls for long, sets one of them, and waits for the answer."""
     monkeypatch.setattr("fusedtp.sim.ptx.machine.LAST_PATIENCE", 20)
     monkeypatch.setattr("fusedtp.sim.ptx.machine.RESTLESS", 1 << 30)
     loads = "".join(f"ld.global.relaxed.gpu.b32 %r{20 + n}, [%rd0+{8 * n}]; " for n in range(words))
@@ -549,7 +549,7 @@ def test_who_waits_for_any_of_many_words_wakes_by_each(words: int, at: int, monk
 
 @pytest.mark.parametrize("bound", [8, 200])
 def test_polls_that_are_bounded_run_out_in_some_schedules(bound: int) -> None:
-    """In others the flag comes in time."""
+    """In other schedules the flag comes in time."""
     waits = f"""mov.b32 %r4, 0;
         $spin: ld.global.acquire.sys.b32 %r2, [%rd0]; add.s32 %r4, %r4, 1; setp.ge.s32 %p1, %r4, {bound}; @%p1 bra $out;
         setp.eq.b32 %p2, %r2, 0; @%p2 bra $spin;
@@ -568,7 +568,7 @@ def test_polls_that_are_bounded_run_out_in_some_schedules(bound: int) -> None:
 
 
 def test_what_every_thread_stores_leaves_older_values_to_be_read() -> None:
-    """Message passing by relaxed stores of scalars, which all threads do: y may be seen before x."""
+    """Message passing by relaxed stores of scalars, done by all threads: y may be seen before x."""
     seen = set()
     for seed in range(60):
         x, y, out = (torch.zeros(n, dtype=torch.int32) for n in (1, 1, 2))
@@ -585,7 +585,7 @@ def test_what_every_thread_stores_leaves_older_values_to_be_read() -> None:
 
 
 def test_programs_that_have_slept_and_ended_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a word that all look at and nobody changes."""
+    """The word is read by all and changed by none."""
     kept: list[int] = []
     monkeypatch.setattr(Line, "land", lambda line: kept.append(len(line.sleepers)))
     body = """mov.b32 %r4, 0;
@@ -601,7 +601,7 @@ def test_programs_that_have_slept_and_ended_are_not_kept(monkeypatch: pytest.Mon
 def test_who_notes_the_time_now_and_then_still_waits(
     every: int, how: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five programs poll what nobody sets, and note something at one place once in `every` polls."""
+    """Five programs poll a word that is never set, and note something at one place once in `every` polls."""
     monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 60_000)
     body = f"""setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.b32 %r4, 0;
         $spin: add.s32 %r4, %r4, 1; rem.s32 %r5, %r4, {every}; setp.eq.b32 %p2, %r5, 0;
@@ -613,7 +613,7 @@ def test_who_notes_the_time_now_and_then_still_waits(
 
 
 def test_a_program_that_only_looks_at_what_never_changes_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As others do that look at a flag of failures while they work."""
+    """Like programs that check a failure flag while they work."""
     looks = """mov.b32 %r4, 0;
         $look: ld.global.relaxed.gpu.b32 %r2, [%rd0]; add.s32 %r4, %r4, 1; setp.lt.s32 %p2, %r4, 12; @%p2 bra $look;
         st.global.release.gpu.b32 [%rd2], 1;"""
@@ -622,7 +622,7 @@ def test_a_program_that_only_looks_at_what_never_changes_goes_on(monkeypatch: py
 
 @pytest.mark.parametrize("between", ["", "mov.b32 %r1, 0;"])
 def test_a_program_that_wakes_polls_before_it_sleeps_again(between: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warp by warp, its first turn may go to a warp that does not poll. `between` the barrier and the poll."""
+    """Warp by warp, its first turn may go to a warp that does not poll. `between`: from the barrier to the poll."""
     monkeypatch.setattr("fusedtp.sim.ptx.machine.LAST_PATIENCE", 3)  # no second chance once all sleep
     waits = f"""setp.eq.b32 %p1, %r0, 0; mov.b32 %r5, 0;
         $spin: bar.sync 0; {between}
@@ -644,7 +644,7 @@ def test_a_program_that_wakes_polls_before_it_sleeps_again(between: str, monkeyp
 
 
 def test_the_cause_of_a_race_with_a_thread_that_a_words_clocks_are_too_old_to_know() -> None:
-    """A clock has room for the threads there were; the race is of one that came later."""
+    """A clock has room only for the threads that existed then; the race is with a later one."""
     space, line = Space(), Site("here", 1, "k", 1)
     reads, early = Slot(space.take(33), 32), Source(0, 0, "sys")
     word = Word(0, 4, space.take(1), 0)

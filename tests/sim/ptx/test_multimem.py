@@ -23,7 +23,7 @@ AT = "mad.wide.u32 %rd8, %r0, {}, %rd{};"  # %rd8: this thread's elements of so 
 
 
 def on_rank_0(body: str, kept: list[Tensor], out: Tensor, threads: int = 32) -> list[Tensor]:
-    """Runs on rank 0 with %rd0 the multicast address of what ranks keep, %rd1 that of `out`; what they keep then."""
+    """Run on rank 0, with %rd0 the multicast address of the ranks' tensors, %rd1 that of `out`. Returns the tensors."""
     memory = symmetric("x", len(kept), kept[0].shape, kept[0].dtype, poisoned=False)
     for tensor, value in zip(memory.tensors, kept, strict=True):
         tensor.copy_(value)
@@ -55,7 +55,7 @@ SUMS: dict[str, tuple[torch.dtype, int, Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 def registers_of(suffix: str) -> tuple[str, str]:
-    """What holds a value of this type, with braces around several registers, and the type of its bits."""
+    """The operand for a value of this type, with braces around several registers, and the type of its bits."""
     *_, vector, t = ("", *suffix.split("."))
     bits = 16 if t in ("f16", "bf16") else 64 if t.endswith("64") else 32
     names = [f"{REGISTERS[bits]}{n}" for n in range(int(vector[1:]) if vector[0] == "v" else 1)]
@@ -67,7 +67,7 @@ def registers_of(suffix: str) -> tuple[str, str]:
 @pytest.mark.parametrize("suffix", SUMS)
 @given(data=st.data())
 def test_a_load_reduces_what_all_ranks_have(suffix: str, data: st.DataObject) -> None:
-    """Of integers small enough that no order of ranks and no rounding shows; lanes that take part alone."""
+    """Integers are so small that neither the order of ranks nor rounding shows; only some lanes may take part."""
     dtype, per_lane, function = SUMS[suffix]
     numbers = st.lists(st.integers(0, 40), min_size=32 * per_lane, max_size=32 * per_lane)
     kept = [torch.tensor(data.draw(numbers), dtype=dtype) for _ in range(W)]
@@ -84,7 +84,7 @@ def test_a_load_reduces_what_all_ranks_have(suffix: str, data: st.DataObject) ->
 
 
 def test_sums_of_halves_are_rounded_as_they_are_asked_to() -> None:
-    """2048 + 1 + 1: in fp32 2050, in fp16 2048 or 2050 by the order of ranks, which the instruction leaves open."""
+    """2048 + 1 + 1: in fp32 2050; in fp16 2048 or 2050 by the order of ranks, which the instruction leaves open."""
     kept = [torch.tensor([value] * 64, dtype=torch.float16) for value in (2048, 1, 1)]
     shown = {}
     for accumulated in ("", ".acc::f32"):
@@ -130,7 +130,7 @@ MEET = """bar.sync 0; setp.eq.b32 %p1, %r0, 0;
 
 
 def reduced_by_each(before: str, after: str, seed: int, store: str = "st.global.b32 [%rd8], %r1;") -> None:
-    """Every rank stores numbers by their own address, meets the other, and reads the sum by the multicast one."""
+    """Each rank stores numbers by its own address, meets the other rank, and reads the sum by the multicast address."""
     x, flags = (symmetric(name, 2, (64,), torch.int32, poisoned=False) for name in ("x", "flags"))
     outs = [torch.zeros(64, dtype=torch.int32) for _ in range(2)]
     body = f"""{AT.format(4, 0)} add.s32 %r1, %r0, 5; {store} {before} {MEET.format(n=2)} {after}
@@ -200,7 +200,7 @@ AFTER = {
 @pytest.mark.parametrize("then", AFTER)
 @pytest.mark.parametrize("own", [False, True])
 def test_strong_and_weak_accesses_of_one_thread(own: bool, then: str) -> None:
-    """After a weak write by the same address none needs a fence, after one by the memory's own each does."""
+    """After a weak write by the same address none needs a fence; after one by the memory's own address each does."""
     x = symmetric("x", 1, (1,), torch.int32, poisoned=False)
     first = "st.global.b32 [%rd1], %r1;" if own else WEAK
     body = f"setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.u32 %r1, 5; {first} {{}} {AFTER[then]}"
@@ -289,7 +289,7 @@ def test_lanes_of_one_instruction_choose_among_multicast_addresses() -> None:
 
 
 def test_ranks_wait_for_all_by_one_load() -> None:
-    """A strong one lets others go on: each rank sets its own word, and polls the sum of all."""
+    """A strong load lets others proceed: each rank sets its own word, and polls the sum of all."""
     word = symmetric("word", W, (1,), torch.int32, poisoned=False)
     body = f"""setp.ne.b32 %p1, %r0, 0; @%p1 ret; atom.global.release.sys.add.u32 %r1, [%rd0], 1;
         $spin: multimem.ld_reduce.acquire.sys.global.add.u32 %r1, [%rd1]; setp.lt.u32 %p1, %r1, {W}; @%p1 bra $spin;"""
@@ -313,7 +313,7 @@ def test_memory_that_nobody_wrote_is_not_reduced() -> None:
 
 @triton.jit
 def _all_reduce(own, many, flags, out, RANK: tl.constexpr, WORLD: tl.constexpr, N: tl.constexpr, FENCE: tl.constexpr):
-    """Each rank sums its part of a tile by the switch and stores the sum at all: two-shot, bf16 pairs."""
+    """Each rank sums its part of a tile by the switch and stores the sum at all ranks: two-shot, bf16 pairs."""
     lane = tl.arange(0, N)
     tl.store(own + lane, lane + 1)
     for step in tl.static_range(2):

@@ -1,6 +1,6 @@
 """Scalar opcodes against their definitions in the PTX ISA 8.8, written here in Python's own numbers.
 
-Every lane of a program computes one case; inputs are the edges of the type and drawn words.
+Every lane of a program computes one case; inputs are edges of the type and random words.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def permuted(a: int, b: int, selector: int) -> int:
 
 
 def halfwise(made: Callable[[int, int], int], a: int, b: int) -> int:
-    """Of the lower and of the upper 16 bits by themselves."""
+    """The lower and the upper 16 bits separately."""
     low, high = made(a & 0xFFFF, b & 0xFFFF), made(a >> 16, b >> 16)
     return (high & 0xFFFF) << 16 | low & 0xFFFF
 
@@ -131,7 +131,7 @@ every_lane_or_half = pytest.mark.parametrize("half", [False, True], ids=["all la
 
 
 def past(half: bool, instruction: str) -> str:
-    """The instruction, which a branch sends the odd lanes past if half of them shall do it."""
+    """The instruction; if `half`, odd lanes branch past it."""
     return f"""and.b32 %r9, %r0, {int(half)}; setp.ne.b32 %p7, %r9, 0; @%p7 bra $past;
         {instruction};
         $past:"""
@@ -245,13 +245,13 @@ def within_one(x: float) -> int:
 
 
 def by_size(choose: Any, a: float, b: float) -> int:
-    """.xorsign.abs: PTX ISA 9.7.3.11. Of a NaN and a number the number."""
+    """.xorsign.abs: PTX ISA 9.7.3.11. For a NaN and a number, the number."""
     sizes = [abs(x) for x in (a, b) if not math.isnan(x)] or [math.nan]
     return bits_of(F32(math.copysign(choose(sizes), math.copysign(1, a) * math.copysign(1, b))))
 
 
 def cut_half(x: float) -> int:
-    """fp16 towards zero, by whole steps of its last bit."""
+    """Round to fp16 towards zero, in whole steps of its last bit."""
     if not math.isfinite(x):
         return int(np.float16(x).view(np.uint16))
     step = 2.0 ** max(math.frexp(x)[1] - 11, -24)
@@ -260,7 +260,7 @@ def cut_half(x: float) -> int:
 
 
 def exact(operation: str, a: float, b: float, c: float) -> Fraction | float:
-    """The sum, difference, product or product and sum; a float where it is no number, or a zero."""
+    """The exact sum, difference, product, or product and sum; a float if the result is not a number or is zero."""
     plain = {"add": a + b, "sub": a - b, "mul": a * b, "fma": a * b + c}[operation]
     if not all(map(math.isfinite, (a, b, c))):
         return plain
@@ -281,7 +281,7 @@ def towards(how: str, x: Fraction | float) -> int:
 
 
 def halves_where(holds: Callable[[float, float], bool], a: tuple[float, ...], b: tuple[float, ...]) -> int:
-    """set: PTX ISA 9.7.7.1, 1.0 where it holds, of both halves."""
+    """set: PTX ISA 9.7.7.1, 1.0 where the condition holds, in both halves."""
     low, high = (0x3C00 if holds(F32(np.float16(F32(x))), F32(np.float16(F32(y)))) else 0 for x, y in zip(a, b))
     return high << 16 | low
 
@@ -291,7 +291,7 @@ def half_of(function: Any, x: float) -> int:
 
 
 def set_of(comparison: str) -> str:
-    """Of the pairs (b, a) and (c, a)."""
+    """PTX of `set` on the pairs (b, a) and (c, a)."""
     pack = "cvt.rn.f16x2.f32 %r5, %r1, %r2; cvt.rn.f16x2.f32 %r6, %r1, %r3;"
     return f"{pack} set.{comparison}.f16x2.f16x2 %r4, %r5, %r6"
 
@@ -411,7 +411,7 @@ def test_floats(text: str, definition: Definition, half: bool) -> None:
     "how, given, want", [("rn", 16842753, 16908288), ("rn", -16842752, -16777216), ("rz", 33554431, 33423360)]
 )
 def test_integers_become_bf16_in_one_rounding(how: str, given: int, want: int) -> None:
-    """16842753 lies above the middle of two, which fp32 takes away."""
+    """16842753 lies just above the middle of two bf16 numbers; rounding to fp32 first would lose that."""
     x, out = torch.tensor([given], dtype=torch.int32), torch.zeros(1)
     body = f"""ld.global.b32 %r1, [%rd0]; cvt.{how}.bf16.s32 %rs1, %r1; cvt.f32.bf16 %r2, %rs1;
         st.global.b32 [%rd1], %r2;"""
@@ -424,7 +424,7 @@ def test_integers_become_bf16_in_one_rounding(how: str, given: int, want: int) -
     [("s32", "f32", 0), ("u64", "f32", 1 << 63), ("s64", "f16", -1 << 63), ("s32", "f64", -1 << 31), ("u16", "f16", 0)],
 )
 def test_nan_becomes_an_integer(to: str, of: str, want: int) -> None:
-    """9.7.9.21: 0; the highest bit where the source is of f64, or the integer of 64 bits."""
+    """9.7.9.21: 0; the highest bit if the source is f64 or the integer has 64 bits."""
     d = {"16": "%rs2", "32": "%r2", "64": "%rd5"}
     x, out = torch.tensor([math.nan], dtype=getattr(torch, f"float{of[1:]}")), torch.zeros(1, dtype=torch.int64)
     source = {"16": "%rs1", "32": "%r1", "64": "%rd4"}[of[1:]]
@@ -467,7 +467,7 @@ def test_fp8_is_torchs(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_divergence_and_loops() -> None:
-    """Every lane counts to its number; lanes that are done wait for the others (9.7.12)."""
+    """Every lane counts to its number; finished lanes wait for the others (9.7.12)."""
     out = torch.zeros(64, dtype=torch.int32)
     body = """
         mov.b32 %r1, 0; mov.b32 %r2, 0;
@@ -507,7 +507,7 @@ def test_an_unknown_opcode_is_named_with_its_line() -> None:
     ],
 )
 def test_what_is_not_modelled_is_refused(text: str) -> None:
-    """Registers that are not declared, forms whose meaning would be another."""
+    """Undeclared registers, and forms with a different meaning."""
     with pytest.raises(UnsupportedPtx, match=text.split(" ")[0].split(".")[0]):
         run_text(text + ";", torch.zeros(1))
 

@@ -1,4 +1,4 @@
-"""Shared memory: its stamps against a list of all that happened, races of two warps, fences taken out of kernels."""
+"""Shared memory: its stamps against a list of all events, races of two warps, fences removed from kernels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SITE = Site("", 0, "", 0)
 
 
 class Watching:
-    """A window that keeps what races."""
+    """A window that records races."""
 
     def __init__(self) -> None:
         self.known, self.where, self.line = Known(Space(), Slot(1, THREADS), Source(0, 0, "cta")), (0, "", 0), self
@@ -56,7 +56,7 @@ class Watching:
 
 
 class Done(NamedTuple):
-    """An access of a word: the number of its step."""
+    """An access of a word, with the number of its step."""
 
     step: int
     kind: int
@@ -66,11 +66,11 @@ class Done(NamedTuple):
 
 @given(st.lists(STEPS, max_size=30), ACCESS)
 def test_stamps_say_what_the_history_says(steps: list[tuple], now: tuple) -> None:
-    """Of each warp's last read and last write of a word:
+    """For each warp's last read and last write of a word:
 
-    a generic one lacks a fence if neither its thread has fenced since, nor a thread after warps have met in between
+    a generic one lacks a fence if its thread has not fenced since, nor a thread after warps have met in between
     one by another warp races with an access of the other kind that does not know it, unless the own warp has written
-    the word since all met
+    the word since all warps met
     """
     window = Watching()
     shadow = SharedShadow(window, 4 * WORDS, THREADS)
@@ -161,7 +161,7 @@ ORDERED = {
 @pytest.mark.parametrize("between", ORDERED)
 @pytest.mark.parametrize("first, second", [*itertools.product(BY_FIRST, ("st", "ld", "cp.async", "ldmatrix"))])
 def test_warps_race_in_shared_memory_where_nothing_orders_them(first: str, second: str, between: str) -> None:
-    """The first one is ahead: the second one polls a word of global memory until then, which orders nothing."""
+    """The first warp is ahead: the second one polls a word of global memory until then, which orders nothing."""
     (does, kind), (then, other) = BY_FIRST[first], BY_FIRST[second]
     leaves, enters, enough = ORDERED[between]
     x, flag = torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
@@ -195,7 +195,7 @@ def test_warps_race_in_shared_memory_where_nothing_orders_them(first: str, secon
     ids=["behind a barrier", "unordered", "under way"],
 )
 def test_a_copy_over_what_another_warp_reads(before: tuple[str, str], meanwhile: bool, wanted: str, tma: bool) -> None:
-    """The first warp reads, before the second one copies, or while its copy is under way, and then they meet."""
+    """The first warp reads before the second one copies, or while its copy is in flight; then they meet."""
     if tma:
         copies = """fence.proxy.async.shared::cta; setp.ne.u32 %p5, %r0, 32; @%p5 ret;
             mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 128;
@@ -231,7 +231,7 @@ WAITS = "$w{}: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], 0; @!%p2 bra
     ids=["nothing", "a barrier", "its own wait"],
 )
 def test_what_tma_brought_is_there_for_those_who_have_waited(leaves: str, enters: str, ordered: bool) -> None:
-    """The first warp waits for it and tells the second one by a word that orders nothing."""
+    """The first warp waits for the copy and tells the second one by a word that orders nothing."""
     x, flag = torch.arange(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     described = TensorMap(x.data_ptr(), (32,), (1,), (32,), "s32", 0)
     body = f"""and.b32 %r4, %r0, 31; shl.b32 %r1, %r4, 2; mov.b32 %r2, 512; mov.b32 %r3, 0; setp.ne.u32 %p3, %r0, 0;
@@ -250,7 +250,7 @@ def test_what_tma_brought_is_there_for_those_who_have_waited(leaves: str, enters
 
 @pytest.mark.parametrize("between, ordered", [("", False), ("bar.warp.sync 0xffffffff;", False), ("bar.sync 0;", True)])
 def test_what_wgmma_reads_is_read_until_its_wait(between: str, ordered: bool) -> None:
-    """Behind the wait each warp stores over what all have read."""
+    """After the wait each warp overwrites data that all warps have read."""
     stores = f"wgmma.wait_group.sync.aligned 0; {between} st.shared.b32 [%r2], 7;"
     if ordered:
         out, _ = by_wgmma("s8", -128, True, stores)
@@ -262,7 +262,7 @@ def test_what_wgmma_reads_is_read_until_its_wait(between: str, ordered: bool) ->
 
 @pytest.mark.parametrize("value, races", [(0, False), (7, True)])
 def test_a_copy_of_what_stands_there_may_be_stored_whoever_has_read_it(value: int, races: bool) -> None:
-    """Threads that hold copies of a value store it each by itself, as Triton's layouts have them."""
+    """Threads that hold copies of a value each store it, as in Triton's layouts."""
     flag = torch.zeros(1, dtype=torch.int32)
     body = f"""and.b32 %r4, %r0, 31; shl.b32 %r1, %r4, 2; setp.lt.u32 %p1, %r0, 32; mov.b32 %r2, 0;
         st.shared.b32 [%r1], %r2; bar.sync 0; @!%p1 bra $second;
@@ -277,7 +277,7 @@ def test_a_copy_of_what_stands_there_may_be_stored_whoever_has_read_it(value: in
 
 @pytest.mark.parametrize("value, races", [(3, False), (4, True)])
 def test_two_tensor_stores_of_one_value_are_one(value: int, races: bool) -> None:
-    """As two partitions of a specialised kernel make them; of different values they race."""
+    """Two partitions of a specialised kernel make such stores. With different values they race."""
     y = torch.zeros(32, dtype=torch.int32)
     described = TensorMap(y.data_ptr(), (32,), (1,), (32,), "s32", 0)
     body = f"""and.b32 %r4, %r0, 31; shl.b32 %r1, %r0, 2; mov.b32 %r3, 0; setp.lt.u32 %p1, %r0, 32;
@@ -298,8 +298,8 @@ def test_two_tensor_stores_of_one_value_are_one(value: int, races: bool) -> None
 @pytest.mark.parametrize("fence", ["", "fence.proxy.async.global;", "fence.proxy.alias;"])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_missing_fence_is_found(seed: int, fence: str) -> None:
-    """Before TMA stores a tile that threads wrote, and before wgmma reads what cp.async brought; one of global memory
-    is none of shared memory.
+    """Before TMA stores a tile that threads wrote, and before wgmma reads data of cp.async. A fence for global memory
+    does not count for shared memory.
     """
 
     def changed(text: str) -> str:
@@ -351,7 +351,7 @@ FENCE = "fence.proxy.async.shared::cta;"
 def test_where_a_fence_counts(
     before: str, theirs: str, behind: str, enough: bool, meet: str, access: str, copy: str
 ) -> None:
-    """A warp accesses 32 words and meets; its first thread copies them by TMA, or over them."""
+    """A warp accesses 32 words and meets; its first thread copies them by TMA, or overwrites them."""
     y = torch.zeros(32, dtype=torch.int32)
     described = TensorMap(y.data_ptr(), (32,), (1,), (32,), "s32", 0)
     body = f"""mov.b32 %r1, 0; mov.b32 %r2, 128; mov.b32 %r3, 0; shl.b32 %r4, %r0, 2; setp.ne.b32 %p1, %r0, 0;

@@ -100,7 +100,7 @@ def far_store(x, N: tl.constexpr):
 
 @triton.jit
 def specialized(a, c, M, B: tl.constexpr):
-    """Triton gives the loop warps that load and two groups of warps that multiply, each of which stores all of c."""
+    """Triton gives the loop warps that load and two groups of warps that multiply; each group stores all of c."""
     total = tl.zeros((B, B), tl.float32)
     for t in tl.range(0, M // B, warp_specialize=True):
         x = a.load([t * B, 0])
@@ -160,7 +160,7 @@ def scattered(values: torch.Tensor, want: torch.Tensor) -> Case:
 
 
 def fma_of_doubles() -> Case:
-    """The exact error of a product, which a product and a sum lose."""
+    """The exact error of a product, which a separate product and sum lose."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.rand(64, dtype=torch.float64, generator=generator) for _ in range(2))
     want = [float(Fraction(x) * Fraction(y) - Fraction(x * y)) for x, y in zip(a.tolist(), b.tolist())]
@@ -169,7 +169,7 @@ def fma_of_doubles() -> Case:
 
 
 def fma_of_halves() -> Case:
-    """9 * 29 + 2**-20 is just above a tie of two bf16: rounded to fp32 first, it would be one."""
+    """9 * 29 + 2**-20 is just above a tie of two bf16 numbers: rounding to fp32 first would make it a tie."""
     a, b, c = (torch.full((32,), x, dtype=torch.bfloat16) for x in (9.0, 29.0, 2.0**-20))
     args = dict(a=a, b=b, c=c, out=torch.zeros_like(a), N=32)
     return case(multiplies, args, torch.full((32,), 262.0, dtype=torch.bfloat16))
@@ -201,7 +201,7 @@ def test_warps_that_triton_specializes():
 
 @pytest.mark.parametrize("same", [True, False])
 def test_warps_that_store_to_one_place_race_unless_they_store_copies(same: bool):
-    """A warp at a time: lanes 64 apart lie in different warps."""
+    """A warp at a time: lanes 64 apart are in different warps."""
     values = torch.arange(128) % 64 * 1.0 if same else torch.arange(128.0)
     args = dict(src=values, index=torch.arange(128) % 64, out=torch.zeros(64), N=128)
     made = case(scatter, args, values[64:])
@@ -212,7 +212,7 @@ def test_warps_that_store_to_one_place_race_unless_they_store_copies(same: bool)
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_two_threads_of_one_store_that_write_different_values_race(target: str):
-    """The numbers alone cannot tell: the last of the two wins, as in the reference."""
+    """The result alone cannot show it: the last of the two wins, as in the reference."""
     values = torch.arange(128.0)
     fault = tried(scattered(values, values[1::2]), target, 1).fault
     assert fault.rule == "write-write race" and "two threads of one store" in fault.message
@@ -250,7 +250,7 @@ def test_an_exchange_of_which_nobody_reads_the_old_value_is_a_write():
 
 
 def test_inline_ptx_is_named_by_the_line_of_its_call():
-    """Its text begins with lines that are no instructions."""
+    """Its text begins with lines that are not instructions."""
     fault = tried(case(far_store, dict(x=torch.zeros(128, dtype=I32), N=128), torch.zeros(1)), "sm_80", 1).fault
     site = fault.accesses[0].site
     assert fault.rule == "out of bounds" and site.function == "far_store"
@@ -261,7 +261,7 @@ def test_inline_ptx_is_named_by_the_line_of_its_call():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_lane_that_is_behind_is_waited_for_while_other_warps_poll(seed: int) -> None:
-    """What polls in vain is the second warp; the first one's lanes meet before the instruction that wants them all."""
+    """The second warp polls in vain; the first one's lanes meet before the instruction that needs them all."""
     x, flag = torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     steps = "".join(f"$s{n}: add.s32 %r9, %r9, 1; setp.eq.s32 %p3, %r9, 99; @%p3 bra $s{n}; " for n in range(9))
     body = f"""setp.lt.u32 %p1, %r0, 32; setp.eq.u32 %p2, %r0, 0; mov.b32 %r2, 0; mov.b32 %r9, 0;

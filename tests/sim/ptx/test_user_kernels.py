@@ -1,4 +1,4 @@
-"""Kernels as users write and launch them, run as Triton compiles them: what is right passes, what is wrong is found."""
+"""Kernels as users write and launch them, run as Triton compiles them: right ones pass, wrong ones are found."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_right_kernels_pass(name: str) -> None:
 
 
 def test_an_acquire_whose_value_nothing_uses() -> None:
-    """Triton 3.7 removes it from the compiled code, 3.9 does not; the other versions are not spoken of."""
+    """Triton 3.7 removes it from the compiled code, 3.9 does not; other versions are not tested."""
     fault = tried(lambda: cases.message(cases.by_unused_acquire), 12).fault
     removed = {"3.7": True, "3.9": False}.get(triton.__version__[:3])
     assert removed is None or removed == (fault is not None)
@@ -98,13 +98,13 @@ def test_descriptors(target: str) -> None:
 
 @pytest.mark.parametrize("n", [32, 29])
 def test_autotune_and_heuristics_choose_as_in_a_launch(n: int) -> None:
-    """Each config in turn, all right; the grid and EVEN follow from it."""
+    """Each config in turn, all right; they determine the grid and EVEN."""
     outcome = tried(lambda: cases.case_tuned(n), 6)
     assert outcome.fault is None, report(outcome.fault)
 
 
 def test_a_config_that_is_wrong_is_found_and_named() -> None:
-    """The schedule's seed chooses the config, so that its replay has the same."""
+    """The schedule's seed chooses the config, so its replay has the same one."""
     seen = []
     for seed in range(2):
         outcome = explore(Case("one", cases.case_wrong_in_one_config), [Schedule("random", seed, target="sm_80")])
@@ -187,13 +187,13 @@ def test_a_missing_release_is_found(kernel: Any) -> None:
 
 
 def test_a_wait_on_plain_loads_is_none() -> None:
-    """Triton 3.9 removes the loop, since nothing uses what it loads."""
+    """Triton 3.9 removes the loop, because nothing uses the loaded value."""
     fault = fault_of(lambda: cases.message(cases.by_plain_polls), count=30)
     assert fault.rule in ("wrong value", "never written", "read-write race")
 
 
 def test_a_put_without_order_is_found() -> None:
-    """The signal is sent by itself: the data may come later."""
+    """The signal is sent separately: the data may arrive later."""
     fault = fault_of(lambda: cases.shmem(cases.puts, signal=False), count=30)
     assert fault.rule in ("wrong value", "never written", "read-write race")
 
@@ -203,7 +203,7 @@ def test_a_put_without_order_is_found() -> None:
 
 @pytest.mark.parametrize("name", cases.ENDLESS)
 def test_a_loop_without_end_ends_with_the_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the schedule itself and in the search for a shorter one, though no step limit is reached."""
+    """In the schedule itself and in the search for a shorter one, even if no step limit is reached."""
     monkeypatch.setattr("fusedtp.sim.ptx.program.MOST_INSTRUCTIONS", 1 << 60)
     monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 1 << 60)
     monkeypatch.setattr(sys.modules["fusedtp.sim.explore"], "SHRINK_SECONDS", 0.5)
@@ -229,7 +229,7 @@ def test_a_fault_keeps_its_interleaving_where_the_search_for_a_shorter_one_takes
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_limit_holds_where_its_first_interrupt_is_lost() -> None:
-    """Python drops what is raised in a callback of its garbage collector."""
+    """Python drops exceptions raised in a callback of its garbage collector."""
     begin = time.monotonic()
     gc.callbacks.append(lambda phase, info: time.sleep(0.2))
     try:
@@ -306,7 +306,7 @@ def test_streams_wait_by_any_comparison(by: str, value: int, ends: tuple[int, ..
 
 
 def test_a_wait_that_is_over_lets_the_stream_go_on() -> None:
-    """By == a flag that is set and reset; a value that never comes is a deadlock that names the flag."""
+    """With ==, a flag that is set and reset. A value that never comes is a deadlock that names the flag."""
 
     def waiting(value: int) -> Run:
         flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1)

@@ -17,7 +17,7 @@ WORDS = torch.arange(64, dtype=torch.int32) * 7 + 1
     "kind, by, clamp", [("bfly", 5, 31), ("up", 3, 0), ("down", 3, 31), ("idx", 9, 31), ("down", 2, 0x1807)]
 )
 def test_shuffle(kind: str, by: int, clamp: int) -> None:
-    """9.7.9.6: lane j of the segment, or the own value and a false predicate."""
+    """9.7.9.6: the value of lane j of the segment, or the own value and a false predicate."""
     out, valid = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
     body = (
         AT.format(0)
@@ -36,7 +36,7 @@ def test_shuffle(kind: str, by: int, clamp: int) -> None:
 
 
 def test_votes_and_reductions() -> None:
-    """9.7.13: of the lanes that take part."""
+    """9.7.13: over the participating lanes."""
     out = torch.zeros(6, 64, dtype=torch.int32)
     stores = "".join(f"st.global.b32 [%rd8+{256 * n}], %r{10 + n}; " for n in range(6))
     body = f"""and.b32 %r1, %r0, 3; setp.eq.b32 %p1, %r1, 0;
@@ -65,7 +65,7 @@ def test_a_sum_of_a_warp_is_cut_to_32_bits() -> None:
 
 @pytest.mark.parametrize("half", [False, True])
 def test_match(half: bool) -> None:
-    """9.7.13.10: of the lanes that take part, all or the even ones, those that hold the same; all of them or none."""
+    """9.7.13.10: of participating lanes (all or the even ones), those with the same value; or all of them, or none."""
     out = torch.zeros(4, 64, dtype=torch.int32)
     stores = "".join(f"st.global.b32 [%rd8+{256 * n}], %r{10 + n}; " for n in range(4))
     leaves = f"and.b32 %r1, %r0, {int(half)}; setp.ne.b32 %p1, %r1, 0; @%p1 ret;"
@@ -83,7 +83,7 @@ def test_match(half: bool) -> None:
 
 
 def fragments_of_a(e: int) -> list[list[tuple[int, int]]]:
-    """9.7.14.5: row and first column of each register of A, by lane; e elements in a register."""
+    """9.7.14.5: row and first column of each register of A, by lane; a register holds e elements."""
     return [[(lane // 4 + 8 * (r % 2), 4 * e * (r // 2) + lane % 4 * e) for lane in range(32)] for r in range(4)]
 
 
@@ -103,7 +103,7 @@ def packed(x: torch.Tensor) -> np.ndarray:
     ],
 )
 def test_mma(kind: str, dtype: torch.dtype, e: int) -> None:
-    """D [16, 8] = A [16, 8e] B [8e, 8] + C, of two warps, from fragments laid out here by the ISA's figures."""
+    """D [16, 8] = A [16, 8e] B [8e, 8] + C, by two warps, from fragments laid out here by the ISA's figures."""
     torch.manual_seed(0)
     k = 8 * e
     to, number, low, high = "f32", torch.float32, -3, 4
@@ -142,7 +142,7 @@ def test_mma(kind: str, dtype: torch.dtype, e: int) -> None:
 
 @pytest.mark.parametrize("k", [8, 16])
 def test_mma_that_sums_in_fp16(k: int) -> None:
-    """9.7.14.5.8: two sums a register; D = A B + C of one warp, A and B all ones, C by its place."""
+    """9.7.14.5.8: two sums per register; D = A B + C by one warp, A and B all ones, C numbered by its place."""
     c = torch.arange(128).view(16, 8).half()
     words = np.zeros((2, 32), np.uint32)
     for lane in range(32):
@@ -193,7 +193,7 @@ def test_mma_of_integers_wraps_or_is_limited(limited: str, want: int) -> None:
 
 
 def by_wgmma(kind: str, low: int, weak: bool, wait: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """D [4, 128] as threads hold it behind `wait`, and A B.
+    """(D [4, 128] as threads hold it after `wait`, A B).
 
     D [64, 8] = A [64, 32] B [32, 8] twice, the second time added; operands K-major in units of 8 rows, 16 bytes.
     """
@@ -232,14 +232,14 @@ def test_wgmma_of_integers(kind: str, low: int, weak: bool) -> None:
 
 @pytest.mark.parametrize("wait", ["", "wgmma.wait_group.sync.aligned 1;"])
 def test_the_sums_of_a_product_are_poison_until_its_wait(wait: str) -> None:
-    """PTX ISA, wgmma.wait_group: to read the registers of D before it is undefined behaviour."""
+    """PTX ISA, wgmma.wait_group: reading the registers of D earlier is undefined behaviour."""
     out, _ = by_wgmma("s8", -128, True, wait)
     assert set(out.flatten().tolist()) == {int(PENDING)}
 
 
 @pytest.mark.parametrize("transposed", ["", ".trans"])
 def test_ldmatrix_and_stmatrix(transposed: str) -> None:
-    """9.7.14.5.15: lane i gets elements 2i and 2i+1 of row i / 4; transposed, of column i / 4. stmatrix undoes it."""
+    """9.7.14.5.15: lane i gets elements 2i and 2i+1 of row i / 4; transposed, of column i / 4. stmatrix inverts it."""
     x = torch.randint(0, 1 << 15, (4, 8, 8), dtype=torch.int16)
     out, again = torch.zeros(4, 32, dtype=torch.int32), torch.zeros(32, 4, dtype=torch.int32)
     stores = "".join(f"st.global.b32 [%rd9+{128 * n}], %r{10 + n}; " for n in range(4))

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Cases as users write them, for the compiled kernel: right ones, wrong ones, and what was once too much."""
+"""Cases as users write them, for the compiled kernel: right ones, wrong ones, and ones that were once unsupported."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def polls_and_counts(flag, out):
 
 @triton.jit
 def polls_an_answer(flag, out):
-    """Asks anew in every round: each store is one that others could see."""
+    """Asks again in every iteration: each store is one that others could see."""
     while tl.load(flag, volatile=True) == 0:
         tl.atomic_xchg(out, 1, sem="release", scope="sys")
 
@@ -338,7 +338,7 @@ def receive(boxes, flags, dst, rank, N: tl.constexpr):
 
 @triton.jit
 def by_relaxed_polls(boxes, flags, src, dst, rank, N: tl.constexpr):
-    """Polls relaxed, acquires once."""
+    """Polls are relaxed; one acquire follows."""
     send(boxes, flags, src, rank, N)
     mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
     while tl.atomic_add(mine, 0, sem="relaxed", scope="sys") != 1:
@@ -375,7 +375,7 @@ def by_unused_acquire(boxes, flags, src, dst, rank, N: tl.constexpr):
 
 @triton.jit
 def by_bounded_polls(boxes, flags, src, dst, rank, N: tl.constexpr):
-    """Gives up after a second of the clock, and pauses between polls."""
+    """Gives up after one second by the clock, and pauses between polls."""
     send(boxes, flags, src, rank, N)
     mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
     begin = clock()
@@ -399,7 +399,7 @@ def pause():
 
 @triton.jit
 def by_inline_ptx(boxes, flags, src, dst, rank, N: tl.constexpr):
-    """Thread 0 sends and waits by loops with labels in braces, which Triton copies wherever it calls this."""
+    """Thread 0 sends and waits in loops with labels in braces, which Triton copies to each call of this function."""
     at, to = tl.arange(0, N), 1 - rank
     tl.store(tl.load(boxes + to).to(tl.pointer_type(tl.float32)) + at, tl.load(src + at))
     meet()
@@ -555,7 +555,7 @@ def puts(box, flag, src, dst, N: tl.constexpr, SIGNAL: tl.constexpr):
 
 @triton.jit
 def gets(box, flag, src, dst, N: tl.constexpr, SIGNAL: tl.constexpr):
-    """A rank fills its own box, says so, and gets the other's."""
+    """A rank fills its own box, signals, and gets the other's."""
     at = tl.arange(0, N)
     tl.store(box + at, tl.load(src + at))
     tl.debug_barrier()
@@ -616,7 +616,7 @@ def case_descriptors_of_the_kernel():
 
 @triton.jit
 def square_by_own_descriptors(x, w, out, n, B: tl.constexpr, K: tl.constexpr):
-    """out += x w^T, tile by tile, descriptors made anew in each turn; x and w [n, K]."""
+    """out += x w^T, tile by tile, with new descriptors in each iteration; x and w [n, K]."""
     for first in range(0, n, B):
         left = tl.make_tensor_descriptor(x + first * K, [B, K], [K, 1], [B, 32])
         right = tl.make_tensor_descriptor(w, [n, K], [K, 1], [B, 32])

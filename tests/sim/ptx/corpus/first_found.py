@@ -1,6 +1,6 @@
 """python -m tests.sim.ptx.corpus.first_found: which schedule is the first to show each mistake of the corpus.
 
-From several seeds; the table counts mistakes by the worst of them. Exit code 1 if one is not found within its bound.
+Runs several seeds; the table counts mistakes by the worst one. Exit code 1 if one is not found within its bound.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from . import wrong
 
 @dataclass(frozen=True)
 class Options:
-    """In which schedule each mistake of the corpus is found."""
+    """Find the first schedule that shows each mistake of the corpus."""
 
     seeds: int = 5
     """First seeds, 1,000 apart."""
     target: str = "sm_80"
-    """Whose compiled code runs."""
+    """The GPU that kernels are compiled for."""
     workers: int | None = None
-    """Processes. Default: one a core."""
+    """Number of processes. Default: one per core."""
 
 
 def first_found(number: int, seed: int, target: str) -> int:
@@ -48,7 +48,7 @@ def first_found(number: int, seed: int, target: str) -> int:
 
 
 def main() -> int:
-    """Try every mistake, print how soon each is found."""
+    """Try every mistake and print how soon each is found."""
     options = tyro.cli(Options, prog="python -m tests.sim.ptx.corpus.first_found")
     seeds, console = [1000 * n for n in range(options.seeds)], Console()
     tasks = [(number, seed, options.target) for number in range(len(wrong.WRONG)) for seed in seeds]

@@ -1,9 +1,9 @@
-"""python -m tests.sim.ptx.corpus.gsan: the corpus under Triton's GSan on a GPU, beside what the machine says of it.
+"""python -m tests.sim.ptx.corpus.gsan: run the corpus under Triton's GSan on a GPU, and compare with the simulator.
 
-GSan instruments a compiled kernel and runs it on CUDA GPUs. All ranks of a case run on one GPU here, on streams of
-their own, in a process of its own for each kernel, since a race ends the process. It needs Triton >= 3.9 and a CUDA
-GPU, and has not been run on one yet; what needs none is tested. GSan does not see accesses by inline PTX, nor races
-between the threads of one program, so the two are expected to differ: the table says where.
+GSan instruments a compiled kernel and runs it on CUDA GPUs. All ranks of a case run on one GPU here, each on its own
+stream. Each kernel has its own process, because a race ends the process. This needs Triton >= 3.9 and a CUDA GPU, and
+has not been run on one yet; the parts that need neither are tested. GSan does not see accesses by inline PTX, nor races
+between threads of one program, so differences are expected: the table says where.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ UNABLE = 3  # exit code: a stream waits for a value or writes one
 
 @dataclass(frozen=True)
 class Options:
-    """Run the corpus under GSan, and compare what it finds with what the machine finds."""
+    """Run the corpus under GSan, and compare its findings with the simulator's."""
 
     only: str = ""
-    """Kernels whose name has this in it."""
+    """Only kernels with this in their name."""
     seconds: float = 60.0
-    """Of each kernel on the GPU; more is a deadlock."""
+    """Time limit per kernel on the GPU; a kernel that exceeds it is in deadlock."""
     run_one: str = ""
     """Used by the command itself: run this kernel on the GPU, in this process."""
 
 
 def kernels() -> dict[str, tuple[bool, Callable[[], Run]]]:
-    """Name -> whether it is wrong, and what makes a run of it."""
+    """Name -> (whether it is wrong, function that makes a run of it)."""
     found: dict[str, tuple[bool, Callable[[], Run]]] = {
         name.removeprefix("case_"): (False, make) for name, make in vars(right).items() if name.startswith("case_")
     }
@@ -62,10 +62,10 @@ def kernels() -> dict[str, tuple[bool, Callable[[], Run]]]:
 
 
 class Moved:
-    """A run whose tensors have copies on another device; tables of addresses lead to these.
+    """A run with copies of its tensors on another device; tables of addresses point to the copies.
 
-    run    the same work, of the copies
-    back   gives the run's own tensors what the copies hold, tables apart, so that its check can look at them
+    run    the same work, on the copies
+    back   copies the results back into the run's own tensors, tables excepted, so that its check can read them
     """
 
     def __init__(self, run: Run, device: str) -> None:
@@ -118,7 +118,7 @@ class Moved:
 
 
 def run_one(name: str) -> int:
-    """Run a kernel's ranks on the GPU under GSan, which ends the process at a race. 1: a wrong value."""
+    """Run a kernel's ranks on the GPU under GSan, which ends the process at a race. Returns 1 for a wrong value."""
     from triton.experimental.gsan import create_mem_pool
 
     triton.knobs.compilation.instrumentation_mode = "gsan"
@@ -143,7 +143,7 @@ def run_one(name: str) -> int:
 
 
 def verdict(code: int | None, said: str) -> str:
-    """In a word, of a process's exit code (None: it did not end) and what it printed."""
+    """One word for a process, from its exit code (None: it did not end) and its output."""
     if RACES in said:
         return "race"
     if code == UNABLE and not said.strip():
@@ -166,7 +166,7 @@ def by_machine(make: Callable[[], Run], name: str) -> str:
 
 
 def main() -> int:
-    """Compare kernel by kernel. Exit code 2 where GSan cannot run."""
+    """Compare kernel by kernel. Exit code 2 if GSan cannot run."""
     options = tyro.cli(Options, prog=f"python -m {MODULE}")
     if options.run_one:
         return run_one(options.run_one)

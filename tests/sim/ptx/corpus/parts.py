@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-"""What all kernels of the corpus share: their arguments, the usual signals and waits, and how a case is made.
+"""Shared parts of all kernels of the corpus: their arguments, the usual signals and waits, and how a case is made.
 
-boxes   int64 [W]   address of each rank's box, rows of N numbers that nobody has written
-flags   int64 [W]   address of each rank's words, int32, all 0 before the first call
-src     [rows, N]   of this call and rank; numbers tell rank, call and place
+boxes   int64 [W]   address of each rank's box, rows of N numbers that nobody has written yet
+flags   int64 [W]   address of each rank's int32 words, all 0 before the first call
+src     [rows, N]   of this call and rank; numbers encode rank, call and place
 dst     [rows, N]   of this call and rank
-BUG     the mistake that is made; "": none
+BUG     the mistake to make; "": none
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ def longs(table, rank):
 
 @triton.jit
 def post(word, value, SEM: tl.constexpr = "release", SCOPE: tl.constexpr = "sys"):
-    """After all that this program did."""
+    """Set the word after everything that this program has done."""
     tl.debug_barrier()
     tl.atomic_xchg(word, value, sem=SEM, scope=SCOPE)
 
 
 @triton.jit
 def arrive(word, SEM: tl.constexpr = "release", SCOPE: tl.constexpr = "sys"):
-    """Counts this program, after all that it did."""
+    """Count this program, after everything that it has done."""
     tl.debug_barrier()
     tl.atomic_add(word, 1, sem=SEM, scope=SCOPE)
 
 
 @triton.jit
 def wait(word, value, SEM: tl.constexpr = "acquire", SCOPE: tl.constexpr = "sys"):
-    """Until the word is at least `value`."""
+    """Wait until the word is at least `value`."""
     while tl.atomic_add(word, 0, sem=SEM, scope=SCOPE) < value:
         pass
     tl.debug_barrier()
@@ -74,7 +74,7 @@ def fence_sc():
 
 @triton.jit
 def load_relaxed(word):
-    """By every thread."""
+    """Relaxed load by every thread."""
     return tl.inline_asm_elementwise(
         "ld.relaxed.sys.global.b32 $0, [$1];", "=r,l", [word], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -82,7 +82,7 @@ def load_relaxed(word):
 
 @triton.jit
 def load_acquire(word):
-    """By every thread."""
+    """Acquire load by every thread."""
     return tl.inline_asm_elementwise(
         "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [word], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -90,7 +90,7 @@ def load_acquire(word):
 
 @triton.jit
 def store_relaxed(word, value):
-    """By every thread: the same value, or its own."""
+    """Relaxed store by every thread, of one value or of its own."""
     tl.inline_asm_elementwise(
         "st.relaxed.sys.global.b32 [$1], $2; mov.u32 $0, 0;", "=r,l,r", [word, value], dtype=tl.int32,
         is_pure=False, pack=1,
@@ -99,7 +99,7 @@ def store_relaxed(word, value):
 
 @triton.jit
 def store_release(word, value):
-    """By every thread."""
+    """Release store by every thread."""
     tl.inline_asm_elementwise(
         "st.release.sys.global.b32 [$1], $2; mov.u32 $0, 0;", "=r,l,r", [word, value], dtype=tl.int32,
         is_pure=False, pack=1,
@@ -114,9 +114,9 @@ def thread():
 class World:
     """The memory of a case and its launches.
 
-    box     rows of the box; dtype of it; poisoned: reading what nobody wrote is a fault
-    out     rows of dst; None: as many as of src
-    count   of words a rank
+    box     number of rows of the box; dtype: of the box; poisoned: reading unwritten numbers is a fault
+    out     number of rows of dst; None: as many as src
+    count   number of words per rank
     """
 
     def __init__(
@@ -141,16 +141,16 @@ class World:
 
 
 def case(of, want, bug="", **sizes) -> Run:
-    """Launches in a row on one stream of each rank."""
+    """The run of this kernel: its launches in a row, on one stream of each rank."""
     made = World(bug, **sizes)
     return made.run([[made.launch(of, r, c) for c in range(made.calls)] for r in made.ranks], want)
 
 
 def previous(src):
-    """Everyone gets what the rank before it has."""
+    """Each rank gets what the previous rank has."""
     return [src[r - 1] for r in range(len(src))]
 
 
 def total(src):
-    """Everyone gets the sum."""
+    """Each rank gets the sum."""
     return [sum(src[1:], src[0]) for _ in src]

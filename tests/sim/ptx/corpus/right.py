@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Kernels of several ranks that are right by the memory model of PTX, and the mistakes that wrong.py makes in them.
 
-A line that ends in `# BUG`, a colon and names is one that the report of these mistakes may name; with `# BUG` alone, of
-every mistake of the kernel. Such a comment on a line of its own stands for the next line. Both lines of a race are
-marked.
+A line that ends in `# BUG`, a colon and names may be named by the report of these mistakes. With `# BUG` alone, the
+report of every mistake of the kernel may name it. Such a comment on a line of its own stands for the next line. Both
+lines of a race are marked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .parts import (
 
 @kernel
 def message(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Into the next rank's box, then its flag; release and acquire at system scope."""
+    """Data go into the next rank's box, then its flag is set; release and acquire at system scope."""
     at, to = tl.arange(0, N), (rank + 1) % W
     told = to
     if BUG == "wrong peer told":
@@ -86,7 +86,7 @@ def case_message(bug="", world=3):
 
 @kernel
 def relaxed_polls(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Polls relaxed; thread 0 acquires once, then a barrier."""
+    """Polls are relaxed; thread 0 acquires once, then a barrier follows."""
     at = tl.arange(0, N)
     tl.store(floats(boxes, 1 - rank) + at, tl.load(src + at))  # BUG
     post(words(flags, 1 - rank), 1)
@@ -106,7 +106,7 @@ def case_relaxed_polls(bug=""):
 
 @kernel
 def volatile_polls(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Every thread polls by volatile loads, then fences: no barrier is needed."""
+    """Every thread polls by volatile loads, then fences, so no barrier is needed."""
     at = tl.arange(0, N)
     tl.store(floats(boxes, 1 - rank) + at, tl.load(src + at))  # BUG
     post(words(flags, 1 - rank), 1)
@@ -126,7 +126,7 @@ def case_volatile_polls(bug=""):
 
 @kernel
 def fenced_flag(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """A barrier, a fence by all, then a relaxed flag."""
+    """A barrier, a fence by all threads, then a relaxed flag."""
     at = tl.arange(0, N)
     tl.store(floats(boxes, 1 - rank) + at, tl.load(src + at))  # BUG
     if BUG == "fence before the barrier":
@@ -151,7 +151,7 @@ def case_fenced_flag(bug=""):
 
 @kernel
 def acquire_in_every_thread(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Polls by ld.acquire in every thread: no barrier is needed."""
+    """Every thread polls by ld.acquire, so no barrier is needed."""
     at = tl.arange(0, N)
     tl.store(floats(boxes, 1 - rank) + at, tl.load(src + at))  # BUG
     post(words(flags, 1 - rank), 1)
@@ -170,7 +170,7 @@ def case_acquire_in_every_thread(bug=""):
 
 @kernel
 def by_thread_0(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Inline PTX in thread 0 alone releases and acquires; barriers before and after."""
+    """Inline PTX in thread 0 alone releases and acquires, with barriers before and after."""
     at = tl.arange(0, N)
     tl.store(floats(boxes, 1 - rank) + at, tl.load(src + at))  # BUG
     if BUG != "no barrier before the release":
@@ -216,7 +216,7 @@ def case_bounded_polls(bug=""):
 
 @kernel
 def signal_pad(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Puts a signal by CAS 0 -> 1 and takes it by CAS 1 -> 0, so that the next call finds 0: a slot for each sender."""
+    """Sets a signal by CAS 0 -> 1, takes it by CAS 1 -> 0, so that the next call finds 0. One word for each sender."""
     at, to = tl.arange(0, N), (rank + 1) % W
     before = (rank + W - 1) % W
     row = call % 2 * N
@@ -258,7 +258,7 @@ def case_signal_pad(bug=""):
 
 @kernel
 def handshake(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """A flag of 0 and 1: the receiver sets it back when it has read, the sender waits for that."""
+    """A flag of 0 or 1: the receiver resets it after reading, and the sender waits for that."""
     at = tl.arange(0, N)
     theirs, mine = words(flags, 1 - rank), words(flags, rank)
     if BUG != "no wait for the reset":
@@ -284,7 +284,7 @@ def case_handshake(bug=""):
 
 @kernel
 def double_buffer(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Four messages through two slots; the receiver gives the sender a credit when it has read one."""
+    """Four messages through two slots; the receiver gives the sender a credit after it has read one."""
     at, to, before = tl.arange(0, N), (rank + 1) % W, (rank + W - 1) % W
     for e in range(4):
         slot = (e % 2) * N
@@ -328,7 +328,7 @@ def case_double_buffer(bug="", world=3):
 
 @kernel
 def barrier_reused(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Three rounds: fill the own box, meet, read the next rank's, meet. One counter on rank 0 goes on and on."""
+    """Three rounds: fill the own box, meet, read the next rank's, meet. One counter on rank 0 keeps counting."""
     at = tl.arange(0, N)
     for e in range(3):
         tl.store(floats(boxes, rank) + at, tl.load(src + e * N + at))  # BUG
@@ -374,7 +374,7 @@ def case_barrier_reused(bug="", world=3):
 
 @kernel
 def sense_reversing(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """The last to arrive sets the counter back and turns the sense."""
+    """The last rank to arrive resets the counter and flips the sense."""
     at = tl.arange(0, N)
     sense = 0
     for e in range(6):
@@ -409,7 +409,7 @@ def case_sense_reversing(bug=""):
 
 @kernel
 def epochs_of_calls(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Three launches; the flag holds the number of the call. Two rows, and each rank hears from its receiver."""
+    """Three launches; the flag holds the call's number. Two rows, and each rank hears from its receiver."""
     at, to = tl.arange(0, N), 1 - rank
     row = call % 2 * N
     tl.store(floats(boxes, to) + row + at, tl.load(src + at))  # BUG
@@ -439,7 +439,7 @@ def case_epochs_of_calls(bug=""):
 
 @kernel
 def pull(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Fills its own box, says so, and readers pull; it is filled again when all have said that they are done."""
+    """Fills its own box and signals; readers pull. Refills the box after all have signalled that they are done."""
     at = tl.arange(0, N)
     for e in range(3):
         if BUG == "one reader too few":
@@ -478,13 +478,13 @@ def read_when_all_have(boxes, flags, dst, W: tl.constexpr, at, ROW: tl.constexpr
 
 
 def sum_of_all(src):
-    """Everyone gets one row: the sum of all rows of all ranks."""
+    """Each rank gets one row: the sum of all rows of all ranks."""
     return [sum(each.sum(1, keepdim=True) for each in src) for _ in src]
 
 
 @kernel
 def lock(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Two additions to rank 0's row, each under a lock taken by CAS and given back by an exchange."""
+    """Two additions to rank 0's row, each under a lock taken by CAS and released by an exchange."""
     at = tl.arange(0, N)
     SCOPE: tl.constexpr = "gpu" if BUG == "lock at gpu scope" else "sys"
     TAKES: tl.constexpr = "relaxed" if BUG == "takes relaxed" else "acquire"
@@ -518,7 +518,7 @@ def case_lock(bug=""):
 
 @kernel
 def two_locks(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Two locks, taken in the same order by all."""
+    """Two locks, taken in the same order by all ranks."""
     at = tl.arange(0, N)
     first, second = words(flags, 0), words(flags, 0) + 1
     if BUG == "the other order on rank 1":
@@ -542,7 +542,7 @@ def case_two_locks(bug=""):
 
 @kernel
 def ticket_lock(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Tickets by a relaxed atomic add; served in turn."""
+    """Tickets by a relaxed atomic add, served in order."""
     at = tl.arange(0, N)
     tickets, serving = words(flags, 0), words(flags, 0) + 1
     for e in range(2):
@@ -575,7 +575,7 @@ def case_ticket_lock(bug=""):
 
 @kernel
 def flags_and_fences(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """As Dekker: raises its flag, then looks at the other's; with sequentially consistent fences at most one enters."""
+    """Like Dekker: raise the own flag, look at the other's. With fence.sc at most one rank enters."""
     at = tl.arange(0, N)
     tl.atomic_xchg(words(flags, rank), 1, sem="relaxed", scope="sys")
     if BUG == "acq_rel fence":
@@ -597,7 +597,7 @@ def case_flags_and_fences(bug=""):
 
 @kernel
 def cas_loop(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Adds to a word by compare and swap until it succeeds."""
+    """Adds to a word by compare-and-swap until it succeeds."""
     at = tl.arange(0, N)
     word = words(flags, 0)
     if BUG == "plain load and store":
@@ -628,7 +628,7 @@ def case_cas_loop(bug=""):
 
 @kernel
 def last_block(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """The last program to be done adds up what all wrote, and sets the counter back for the next launch."""
+    """The last program to finish sums what all programs wrote, and resets the counter for the next launch."""
     at, row, programs = tl.arange(0, N), tl.program_id(0), tl.num_programs(0)
     SEM: tl.constexpr = "relaxed" if BUG == "relaxed" else "release" if BUG == "release alone" else \
         "acquire" if BUG == "acquire alone" else "acq_rel"  # fmt: skip
@@ -663,7 +663,7 @@ def case_last_block(bug=""):
 
 @kernel
 def chain(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """As split-K: each program adds its row when the one before it has; the last hands the sum on."""
+    """Like split-K: each program adds its row after the previous one has; the last one sends the sum."""
     at, turn, programs = tl.arange(0, N), tl.program_id(0), tl.num_programs(0)
     row = turn
     if BUG == "begins with the last program":
@@ -693,7 +693,7 @@ def case_chain(bug=""):
 
 @kernel
 def one_flag_for_all_programs(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Programs push rows to the peer and meet at gpu scope; the last one tells the peer at system scope, and waits."""
+    """Programs push rows to the peer and meet at gpu scope; the last one signals the peer at system scope and waits."""
     at, row, programs = tl.arange(0, N), tl.program_id(0), tl.num_programs(0)
     tl.store(floats(boxes, 1 - rank) + row * N + at, tl.load(src + row * N + at))  # BUG
     tl.debug_barrier()  # Triton before 3.8 lets one thread release without it
@@ -720,7 +720,7 @@ def case_one_flag_for_all_programs(bug=""):
 
 @kernel
 def work_queue(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Programs claim rows by a relaxed counter until there are no more."""
+    """Programs claim rows by a relaxed counter until none is left."""
     at = tl.arange(0, N)
     rows = 5
     if BUG == "one row too many":
@@ -750,7 +750,7 @@ def case_work_queue(bug=""):
 
 @kernel
 def a_flag_a_program(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Each program exchanges its row with the same program of the peer, by a flag of its own."""
+    """Each program exchanges its row with the same program of the peer, by its own flag."""
     at, row, told = tl.arange(0, N), tl.program_id(0), tl.program_id(0)
     slot = row
     if BUG == "rows overlap":
@@ -789,7 +789,7 @@ def epochs_of(got):
 
 @kernel
 def packed(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """As NCCL's LL: a word of 64 bits holds 32 of data and the epoch; relaxed. A row for each of three epochs."""
+    """Like NCCL's LL: a 64-bit word holds 32 bits of data and the epoch; relaxed. One row for each of three epochs."""
     at, to = tl.arange(0, N), (rank + 1) % W
     for e in range(3):
         row = e * N
@@ -827,7 +827,7 @@ def case_packed(bug=""):
 
 @kernel
 def seqlock(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Rank 0 changes a row, with an odd number meanwhile; rank 1 reads until it saw one even number throughout."""
+    """Rank 0 changes a row and holds the number odd meanwhile; rank 1 reads until one even number held throughout."""
     at = tl.arange(0, N)
     number, row = words(flags, 0), words(boxes, 0)
     if rank == 0:
@@ -856,7 +856,7 @@ def seqlock(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr
 
 @triton.jit
 def snapshot(number, row):
-    """The number, the row, and the number again."""
+    """Reads the number, the row, and the number again."""
     before = tl.atomic_add(number, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
     got = tl.load(row, volatile=True)
@@ -874,7 +874,7 @@ def case_seqlock(bug=""):
 
 @kernel
 def one_shot(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """All-reduce: fills its own row, tells all, waits for all, adds up. Two rows over three launches."""
+    """All-reduce: each rank fills its own row, signals all, waits for all, and sums. Two rows over three launches."""
     at = tl.arange(0, N)
     row = call % 2 * N
     if BUG == "one row":
@@ -907,7 +907,7 @@ def case_one_shot(bug=""):
 
 @kernel
 def two_shot(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """All-reduce: each adds up its part and stores it to all. Row 0 holds the terms, row 1 the sums."""
+    """All-reduce: each rank sums its part and stores it at all ranks. Row 0 holds the terms, row 1 the sums."""
     C: tl.constexpr = N // W
     at, part = tl.arange(0, N), tl.arange(0, C)
     begin = rank * C
@@ -969,7 +969,7 @@ def case_all_to_all(bug=""):
 
 @kernel
 def ring_gather(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """All-gather: hands on what it got in the step before. A slot and a flag for each rank's row."""
+    """All-gather: each rank passes on what it got in the previous step. One slot and one flag for each rank's row."""
     at, to = tl.arange(0, N), (rank + 1) % W
     tl.store(floats(boxes, rank) + rank * N + at, tl.load(src + at))
     for step in range(W - 1):
@@ -1003,7 +1003,7 @@ def case_ring_gather(bug=""):
 
 @kernel
 def tree(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Rank 0's row goes down a tree of two children each."""
+    """Rank 0's row goes down a tree; each node has two children."""
     at = tl.arange(0, N)
     if rank > 0:
         wait(words(flags, rank), 1)  # BUG: one child is forgotten, tells the first child twice
@@ -1033,7 +1033,7 @@ def case_tree(bug=""):
 
 @kernel
 def relay(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Rank 0 stores to rank 2 and tells rank 1, which tells rank 2."""
+    """Rank 0 stores to rank 2 and signals rank 1, which signals rank 2."""
     at = tl.arange(0, N)
     if rank == 0:
         tl.store(floats(boxes, 2) + at, tl.load(src + at))  # BUG
@@ -1065,7 +1065,7 @@ def case_relay(bug=""):
 
 @kernel
 def release_sequence(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Rank 1 adds, relaxed, to the word that rank 0 released: whoever acquires the sum has rank 0's row."""
+    """Rank 1 adds, relaxed, to the word that rank 0 released. A rank that acquires the sum has rank 0's row."""
     at = tl.arange(0, N)
     word = words(flags, 2)
     if rank == 0:
@@ -1092,7 +1092,7 @@ def case_release_sequence(bug=""):
 
 @kernel
 def queue(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """All put a row into rank 0's queue: a slot by a relaxed counter, a flag for each slot. Rank 0 adds them up."""
+    """Each rank puts a row into rank 0's queue: a slot by a relaxed counter, a flag per slot. Rank 0 sums the rows."""
     at = tl.arange(0, N)
     tail, ready = words(flags, 0), words(flags, 0) + 1
     if BUG == "slot by load and store":
@@ -1157,7 +1157,7 @@ def case_flags_as_a_vector(bug=""):
 
 @kernel
 def receiver(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """A copy engine fills the box in pieces, then its stream writes the flag."""
+    """A copy engine fills the box piece by piece, then its stream writes the flag."""
     at = tl.arange(0, N)
     if BUG == "waits relaxed":
         wait(words(flags, rank), 1, "relaxed")
@@ -1204,14 +1204,14 @@ def case_sender(bug=""):
 
 @kernel
 def fills(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Plain stores to the own box, in several programs: the next launch of the stream is ordered after."""
+    """Plain stores to the own box by several programs; the next launch of the stream is ordered after them."""
     at = tl.arange(0, N // 2) + tl.program_id(0) * (N // 2)
     tl.store(floats(boxes, rank) + at, tl.load(src + at))  # BUG
 
 
 @kernel
 def takes(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Reads what the launch before stored, the other program's half."""
+    """Reads what the previous launch stored, from the other program's half."""
     at = tl.arange(0, N // 2) + (1 - tl.program_id(0)) * (N // 2)
     tl.store(dst + at, tl.load(floats(boxes, rank) + at))  # BUG
 
@@ -1228,7 +1228,7 @@ def case_launches_in_a_row(bug=""):
 
 @kernel
 def meets(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """A launch that is a barrier of all ranks, and nothing else."""
+    """A launch that is only a barrier of all ranks."""
     if BUG == "meets for the first time each time":
         meet(words(flags, 0), W, W, "")
     else:
@@ -1253,7 +1253,7 @@ def fills_own(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constex
 
 
 def case_barrier_launches(bug=""):
-    """Fill, meet, read the next rank's, meet: each a launch."""
+    """Fill, meet, read the next rank's, meet: one launch each."""
     made = World(bug, world=3, calls=2)
     row = [fills_own, meets, takes_from_next, meets_again]
     if bug == "no barrier at the end":
@@ -1271,7 +1271,7 @@ def case_barrier_launches(bug=""):
 
 @kernel
 def three_slots(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Six messages through three slots; the number of those read is the credit. Launched twice, numbers go on."""
+    """Six messages through three slots; the number of messages read is the credit. Launched twice; numbers continue."""
     at, to, before = tl.arange(0, N), (rank + 1) % W, (rank + W - 1) % W
     for e in range(6):
         n = (call - 1) * 6 + e
@@ -1299,7 +1299,7 @@ def case_three_slots(bug=""):
 
 @kernel
 def reduce_scatter(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Partial sums go round the ring; each step has a slot and a flag of its own."""
+    """Partial sums go round the ring; each step has its own slot and flag."""
     at, to = tl.arange(0, N), (rank + 1) % W
     sum = tl.load(src + (rank + W - 1) % W * N + at)
     for step in range(W - 1):
@@ -1329,7 +1329,7 @@ def case_reduce_scatter(bug=""):
 
 @kernel
 def histogram(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """All add to rank 0's row by relaxed atomics; who has seen all arrive reads it."""
+    """All ranks add to rank 0's row by relaxed atomics. A rank that has seen all arrive reads it."""
     at = tl.arange(0, N)
     if BUG == "adds without atomics":
         tl.store(floats(boxes, 0) + at, tl.load(floats(boxes, 0) + at) + tl.load(src + at))  # BUG
@@ -1354,9 +1354,9 @@ def case_histogram(bug=""):
 
 @kernel
 def stack(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """A stack of nodes 1 to 3: a head, with a number that every change raises, and a word for the next of each node.
+    """A stack of nodes 1 to 3: a head, with a number that every change increments, and a word per node for its next.
 
-    Rank 0 takes two nodes and puts the first back, rank 1 takes one. None that was taken may be in the stack.
+    Rank 0 takes two nodes and puts the first back, rank 1 takes one. The stack may not contain a node that was taken.
     """
     at = tl.arange(0, N)
     head = words(flags, 0)

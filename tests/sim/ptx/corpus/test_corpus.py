@@ -1,7 +1,7 @@
-"""Right kernels give no alarm, wrong ones are found by rule and line, each within a stated number of schedules.
+"""Right kernels raise no alarm. Wrong ones are found by rule and line, each within a stated number of schedules.
 
-FUSEDTP_CORPUS_SCHEDULES=200 runs the proof in full: so many schedules of each right kernel, for sm_80 and sm_90; and
-each mistake from so many seeds / 40.
+FUSEDTP_CORPUS_SCHEDULES=200 runs the full proof: this many schedules of each right kernel, for sm_80 and sm_90, and
+each mistake from a 40th as many seeds.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_mistakes_are_found_and_the_line_is_named(each: Any, monkeypatch: pytest
 
 
 def shown(each: Any, chosen: list[Schedule]) -> Iterator[Fault]:
-    """What the schedules show of a mistake, one after another."""
+    """The faults that schedules show of a mistake, one after another."""
     while chosen:
         outcome = explored(Case(each.name, lambda: each.make(each.bug)), chosen)
         chosen = chosen[outcome.schedules :]
@@ -121,7 +121,7 @@ def shown(each: Any, chosen: list[Schedule]) -> Iterator[Fault]:
 
 
 def named(fault: Fault) -> list[tuple[str, tuple[str, int]]]:
-    """The kernels' lines that a fault names, each with its kernel. What a stream does itself has no line."""
+    """The kernel lines that a fault names, each with its kernel. A stream's own actions have no line."""
     ends = [(each.launch, each.site.kernel_place) for each in (*fault.accesses, *fault.waits)]
     assert ends, str(fault)
     return [(launch, place) for launch, place in ends if place[0] != "host"]
@@ -136,7 +136,7 @@ class Every:
 
 @cache
 def marks() -> dict[tuple[str, int], dict[str, Any]]:
-    """(file, line) -> kernel -> the mistakes whose report may name the line."""
+    """(file, line) -> kernel -> mistakes that allow their report to name the line."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for module in (right, wrong):
         function = ""

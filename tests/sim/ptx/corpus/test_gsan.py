@@ -1,4 +1,4 @@
-"""What the comparison with GSan does without a GPU: a run's tensors elsewhere, verdicts from what a process says."""
+"""The comparison with GSan, as far as it needs no GPU: moving a run's tensors, and verdicts from a process's output."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Mistakes in kernels of several ranks: which rule finds each, and within how many schedules.
 
-Those made in the kernels of right.py are named by their BUG there; kernels that are wrong as a whole follow below. The
-lines that a report may name are marked with `# BUG`, as right.py says.
+Mistakes in the kernels of right.py are named by their BUG there; kernels that are wrong as a whole follow below. Lines
+that a report may name are marked with `# BUG`, see right.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WITHIN = 24
 
 @dataclass(frozen=True)
 class Wrong:
-    """A mistake in the kernel of `make`, a case function that takes its name."""
+    """A mistake in the kernel of `make`, a case function that takes the mistake's name."""
 
     make: object
     bug: str
@@ -40,7 +40,7 @@ class Wrong:
 
 @kernel
 def torn(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """As NCCL's LL128 without its warp-wide check: a word of 128 bits tears, its flag half may come first."""
+    """Like NCCL's LL128 without its warp-wide check: a 128-bit word tears, and its flag half may come first."""
     at = tl.arange(0, N)
     number = tl.load(src + at).to(tl.int64) + 1
     put_pair(longs(boxes, 1 - rank) + 2 * at, number, number * 0 + 1)
@@ -88,7 +88,7 @@ def case_plain_flag(bug=""):
 
 @kernel
 def plain_poll(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Polls by plain loads that nothing uses: Triton removes the loop."""
+    """Polls by plain loads that nothing uses, so Triton removes the loop."""
     at = tl.arange(0, N)
     tl.store(floats(boxes, 1 - rank) + at, tl.load(src + at))  # BUG
     post(words(flags, 1 - rank), 1)
@@ -103,7 +103,7 @@ def case_plain_poll(bug=""):
 
 @kernel
 def polls_the_data(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Plain stores of data, polled until none of it is 0."""
+    """Data are stored plainly, and polled until none of them is 0."""
     at = tl.arange(0, N)
     tl.store(floats(boxes, 1 - rank) + at, tl.load(src + at) + 1)  # BUG
     got = tl.load(floats(boxes, rank) + at, volatile=True)  # BUG
@@ -133,7 +133,7 @@ def case_two_widths(bug=""):
 
 @kernel
 def rows_from_1(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """The row of a call, counted from 1, of a box that has rows from 0."""
+    """Calls count from 1, but the rows of the box count from 0."""
     at = tl.arange(0, N)
     tl.store(floats(boxes, rank) + call * N + at, tl.load(src + at))  # BUG
     tl.store(dst + at, tl.load(floats(boxes, rank) + call * N + at))
@@ -145,7 +145,7 @@ def case_rows_from_1(bug=""):
 
 @kernel
 def no_modulo(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """The last rank has no next one in the table of addresses."""
+    """The last rank looks up a next rank past the end of the table of addresses."""
     at = tl.arange(0, N)
     tl.store(floats(boxes, rank + 1) + at, tl.load(src + at))  # BUG
     post(words(flags, rank + 1), 1)
@@ -172,7 +172,7 @@ def case_bytes_for_elements(bug=""):
 
 @kernel
 def mask_one_too_long(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Two programs a rank, each with half of the row and the first number of the other half."""
+    """Two programs per rank, each with half of the row plus the first number of the other half."""
     half = N // 2
     at = tl.program_id(0) * half + tl.arange(0, N)
     mine = at <= tl.minimum((tl.program_id(0) + 1) * half, N - 1)
@@ -186,7 +186,7 @@ def case_mask_one_too_long(bug=""):
 
 @kernel
 def barrier_of_programs(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """All programs of a rank meet: they need not all be there at once."""
+    """All programs of a rank meet, but they need not all be resident at once."""
     at, row, programs = tl.arange(0, N), tl.program_id(0), tl.num_programs(0)
     tl.store(floats(boxes, rank) + row * N + at, tl.load(src + row * N + at))
     arrive(words(flags, rank), "acq_rel", "gpu")
@@ -200,7 +200,7 @@ def case_barrier_of_programs(bug=""):
 
 @kernel
 def leaves_early(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """A rank without rows signals no one: the others wait for it."""
+    """A rank without rows signals no one, so the others wait for it."""
     at = tl.arange(0, N)
     if rank != 1:
         tl.store(floats(boxes, rank) + at, tl.load(src + at))
@@ -215,7 +215,7 @@ def case_leaves_early(bug=""):
 
 @kernel
 def own_counters(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Each rank counts itself, not its peers, and so meets no one."""
+    """Each rank counts itself instead of its peers, and so meets no one."""
     at = tl.arange(0, N)
     tl.store(floats(boxes, rank) + at, tl.load(src + at))  # BUG
     for _ in range(W):
@@ -233,7 +233,7 @@ def case_own_counters(bug=""):
 
 @kernel
 def ring_of_waits(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Each first waits for the rank before it, then tells the next."""
+    """Each rank first waits for the previous one, then signals the next."""
     at, to = tl.arange(0, N), (rank + 1) % W
     tl.store(floats(boxes, to) + at, tl.load(src + at))
     wait(words(flags, rank), 1)  # BUG
@@ -259,7 +259,7 @@ def case_boxes_of_halves(bug=""):
 
 @kernel
 def reset_by_all(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Everyone sets the counter back after the barrier: the slow still wait for it, or it forgets who is early."""
+    """Every rank resets the counter after the barrier: slow ranks still wait for it, or it forgets early arrivals."""
     at = tl.arange(0, N)
     for e in range(3):
         tl.store(floats(boxes, rank) + e * N + at, tl.load(src + e * N + at))
@@ -275,7 +275,7 @@ def case_reset_by_all(bug=""):
 
 @kernel
 def empty_shard(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Two slots in turn. Rank 1 has no rows and tells nothing either, so that rank 0 runs as far ahead as it likes."""
+    """Two alternating slots. Rank 1 has no rows and sends no signal either, so rank 0 may run ahead without limit."""
     at = tl.arange(0, N)
     for e in range(4):
         slot = e % 2 * N
@@ -293,7 +293,7 @@ def case_empty_shard(bug=""):
 
 @kernel
 def resets_its_flag(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """The receiver sets its flag back, and erases what a fast peer already said of the next message."""
+    """The receiver resets its flag, and erases a fast peer's signal of the next message."""
     at = tl.arange(0, N)
     for e in range(4):
         slot = e % 2 * N
@@ -310,7 +310,7 @@ def case_resets_its_flag(bug=""):
 
 @kernel
 def replayed(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """The host chose the call's number, and a graph replays it: no wait of the second launch waits."""
+    """The host chose the call's number and a graph replays it, so no wait of the second launch waits."""
     at, slot = tl.arange(0, N), call % 2 * N
     tl.store(floats(boxes, 1 - rank) + slot + at, tl.load(src + at))  # BUG
     post(words(flags, 1 - rank), call)
@@ -325,7 +325,7 @@ def case_replayed(bug=""):
 
 @kernel
 def waits_for_the_grid(boxes, flags, src, dst, rank, call, W: tl.constexpr, N: tl.constexpr, BUG: tl.constexpr):
-    """Each program sends a row, then waits for those of all programs of the peer, which need not have started."""
+    """Each program sends a row, then waits for all programs of the peer, which need not have started."""
     at, row = tl.arange(0, N), tl.program_id(0)
     tl.store(floats(boxes, 1 - rank) + row * N + at, tl.load(src + row * N + at))
     post(words(flags, 1 - rank) + row, 1)
