@@ -169,7 +169,9 @@ def test_copies_by_descriptor_are_ahead_and_specialised_where_that_is_asked_for(
     one = lint.judge(by_descriptor("sm_90", num_stages=1))
     assert one.broken == ("pipelined",) and "ahead of the loop" in str(one.findings)
     eight = lint.judge(by_descriptor("sm_90", specialized=True))
-    assert eight.broken == ("pipelined",) and "not specialized" in str(eight.findings), "8 warps of sm_90 are not divided"
+    assert eight.broken == ("pipelined",) and "not specialized" in str(eight.findings), (
+        "8 warps of sm_90 are not divided"
+    )
     by_pointers = edited(by_descriptor("sm_90"), lambda _: by_descriptor("sm_80").files["ptx"])
     assert "no TMA copy" in str(lint.judge(by_pointers).findings)
 
