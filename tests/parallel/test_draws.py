@@ -135,4 +135,4 @@ def refusals(group: Any, make: Any, rate: float, sequence_parallel: bool) -> lis
 def test_ranks_that_draw_other_numbers_for_the_same_are_told(make, rate, refused, sequence_parallel):
     for said in world(2).run(refusals, make, rate, sequence_parallel):
         assert [bool(each) for each in said] == [False, refused, refused, False, False]
-        assert all("torch.manual_seed(seed)" in each for each in said if each)
+        assert all("torch.manual_seed" in each for each in said if each)

@@ -188,7 +188,7 @@ def test_ranks_with_other_room_are_told():
 
 def test_outputs_of_another_number_of_rows_are_refused():
     ids = torch.tensor([[0], [1], [0]])
-    with pytest.raises(ValueError, match=r"y has shape \(1, 4\), wanted \[2, N\]"):
+    with pytest.raises(ValueError, match=r"y has shape \(1, 4\); wanted \[2, N\]"):
         fusedtp.moe_rounds(torch.ones(3, 4), ids, torch.ones(3, 1), 2, None, lambda rows, _: rows[:1], max_rows=2)
 
 
