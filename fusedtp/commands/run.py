@@ -307,7 +307,7 @@ def resume(
     if not because:
         again = elastic.because(loaded.about, trainer.world, folder)
         ended = how_it_ended(folder)
-        ended = ended if lost > 0 or (again and ended != IN_ORDER) else ""
+        ended = "" if lost <= 0 and ended == IN_ORDER else ended
         because = "; ".join(filter(None, (again, ended))) or (WITHOUT_A_WORD if lost > 0 else "")
     line = f"resumed at step {loaded.step}, lost {max(lost, 0)} steps" + (f", because {because}" if because else "")
     if aside:

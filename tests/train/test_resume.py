@@ -21,7 +21,7 @@ import torch
 from fusedtp import cli
 from fusedtp.commands import launch
 from fusedtp.commands.build import build_stages
-from fusedtp.commands.run import CHECKPOINTS, INCIDENTS, trainer_of
+from fusedtp.commands.run import CHECKPOINTS, END, INCIDENTS, note_incident, trainer_of
 from fusedtp.commands.verify import rounding
 from fusedtp.nn.init import init_
 from fusedtp.parallel import parallelize
@@ -209,10 +209,19 @@ def test_sigterm_saves_and_the_run_goes_on_later(book, tmp_path, monkeypatch, ca
     assert "asked to end by SIGTERM: saved after step 4" in out
     assert "training waited " in out and "; with a failure every 24 h, saving every " in out
     assert cli.main(["train", "--runs", str(tmp_path), "--name", "two", "--resume"]) == 0
-    assert "resumed at step 4, lost 0 steps" in capsys.readouterr().out
+    assert "resumed at step 4, lost 0 steps\n" in capsys.readouterr().out  # a regular end needs no reason
     assert losses(folder) == losses(tmp_path / "one") and (folder / "summary.json").exists()
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 6 and summary["loss_first"] == losses(folder)[0][1]
+
+
+def test_a_run_that_was_killed_right_after_a_checkpoint_says_why_it_ended(book, tmp_path, capsys):
+    """It lost no step, but the reason is news to whoever resumes it."""
+    assert cli.main(arguments(book, tmp_path)) == 0
+    note_incident(tmp_path / "main", "rank 1, killed by SIGKILL", END)
+    capsys.readouterr()
+    assert cli.main(["train", "--runs", str(tmp_path), "--resume", "--steps", "8"]) == 0
+    assert "resumed at step 6, lost 0 steps, because rank 1, killed by SIGKILL\n" in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_is_left_out_and_said(book, tmp_path, capsys):
@@ -598,8 +607,7 @@ def test_a_killed_rank_then_a_preemption_through_the_launcher(book, tmp_path):
     finally:
         job.kill()
     assert job.returncode == 0, err
-    resumed = re.search(r"resumed at step \d+, lost (\d+) steps(, because rank 1, killed by SIGKILL)?", out)
-    assert resumed and (resumed[2] or resumed[1] == "0"), out  # no reason if it was killed right after a checkpoint
+    assert re.search(r"resumed at step \d+, lost \d+ steps, because rank 1, killed by SIGKILL", out), out
     step = steps_in(folder / CHECKPOINTS)[-1]
     assert f"asked to end by SIGTERM: saved after step {step}" in out
     assert [each for each, loss, _ in losses(folder) if loss is not None] == list(range(step))
