@@ -86,8 +86,8 @@ def test_events_that_cannot_be_written_end_no_run(tmp_path, monkeypatch, capsys,
     events.close()
     told = [line for line in capsys.readouterr().err.splitlines() if "could not be written" in line]
     assert told == [
-        f"{tmp_path} could not be written: No space left on device; its curves lack some steps, metrics.jsonl has the "
-        "same numbers"
+        f"{tmp_path} could not be written: No space left on device; its curves lack some steps, but metrics.jsonl has "
+        "the same numbers"
     ]
     read = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
     assert (read[-1].step, read[-1].value) == (50, 2.0)
