@@ -21,7 +21,7 @@ from fusedtp.ops.operation import OPERATIONS
 from fusedtp.sim import Case, Fault, Run, Schedule, SimulationFault, explore, run_schedule
 from fusedtp.sim.explore import compiler_for
 from fusedtp.sim.explore import schedules as schedules_in_turn
-from tests.sampling import examples
+from tests.sampling import SAMPLED, examples
 from tests.seeded.trials import FUSED
 from tests.sim.exchange import replaced, schedules
 
@@ -46,9 +46,10 @@ def case_of(name: str, world_size: int, target: str) -> Case:
     return next(case for case in compiled_cases(world_size, target) if case.name == name)
 
 
+ON_FOUR = ("one_shot_all_reduce", "mixed") if SAMPLED else (*NOT_IN_FP8, "mixed")
 SCHEDULED = [
     *((name, 2, "sm_90", examples(12, 5)) for name in KERNELS),
-    *((name, 4, "sm_80", examples(6, 2)) for name in (*NOT_IN_FP8, "mixed")),
+    *((name, 4, "sm_80", examples(6, 2)) for name in ON_FOUR),
     *((name, 8, "sm_80", 1) for name in (*NOT_IN_FP8, "mixed")),
     ("all_gather_wgrad", 1, "sm_90", 3),
     ("switch_all_reduce", 2, "sm_90", examples(12, 5)),

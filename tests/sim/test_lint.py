@@ -1,6 +1,6 @@
 """The library's kernels, compiled for four kinds of GPU, break no rule.
 
-CI compiles a third of the cases, which take every branch; `make lint-kernels` compiles all, as this does elsewhere.
+CI compiles a fifth of the cases, which take every branch; `make lint-kernels` compiles all, as this does elsewhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fusedtp.lint.resources import resources
 from fusedtp.ops.matmul_reduce_scatter import FEW_ROWS
 from fusedtp.sim import Launch
 from tests.sampling import SAMPLED
-from tests.sim.lint_sample import sample, takes
+from tests.sim.lint_sample import sample, takes, targets_of
 
 pytestmark = pytest.mark.slow
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -66,23 +66,23 @@ def kernels_of(target: str) -> set[str]:
     return {name for name in OWN if target in WITH_FP8 or name not in MAKES_FP8}
 
 
-def test_the_sample_has_each_kernel_on_each_target_in_each_variant_and_on_each_branch(cases):
+def test_the_sample_has_each_kernel_on_two_targets_in_each_dtype_and_on_each_branch(cases):
     few = sample(cases)
-    assert len(few) < 0.4 * len(cases)
-    assert {(c.kernel, c.target) for c in few} == {(k, t) for t in lint.TARGETS for k in kernels_of(t)}
+    assert len(few) < 0.25 * len(cases)
     for kernel in OWN:
-        variants = {c.config for c in cases if c.kernel == kernel}
-        assert {c.config for c in few if c.kernel == kernel} == variants
-        assert variants in ({""}, set(variants_of(kernel)))
+        targets = {c.target for c in few if c.kernel == kernel}
+        assert targets >= targets_of(kernel) and "sm_90" in targets and len(targets) >= 2
+    assert {c.config for c in cases} == {"", *(name for kernel in OWN for name in variants_of(kernel))}
     every, by_few = ({each for c in some for each in takes(c)} for some in (cases, few))
     assert by_few == every
-    switches = {(name, value) for _, name, value in every}
+    switches = {each[1:] for each in every}
     known = {
         ("TMA", "True"),
         ("TMA", "False"),
         ("ACT", "gelu"),
-        ("gathered", "NoneType"),
-        ("gathered", "Tensor"),
+        ("gathered", "NoneType", ""),
+        ("gathered", "Tensor", "torch.bfloat16"),
+        ("x", "Tensor", "torch.float32"),
     }
     assert known <= switches, sorted(switches)
 
@@ -97,7 +97,10 @@ def test_every_kernel_is_compiled(compiled_for, reports):
                 launched.add(node.name)
     assert launched == set(OWN)
     assert {report.target for report in reports} == {compiled_for}
-    assert {report.kernel for report in reports} == kernels_of(compiled_for)
+    wanted = kernels_of(compiled_for)
+    if SAMPLED:
+        wanted = {kernel for kernel in wanted if compiled_for in targets_of(kernel)}
+    assert {report.kernel for report in reports} >= wanted
 
 
 def test_no_kernel_breaks_a_rule(reports):
