@@ -31,18 +31,20 @@ are larger on a GPU: 1024 rows for a vocabulary of 128 Ki.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusedtp.comm import Place, place
+from fusedtp.ops.cpu import accumulator
 from fusedtp.ops.first_order import first_order
 from fusedtp.ops.main_grad import accumulate_grad, main_grads_of
 from fusedtp.ops.matmul import matmul_add, matmul_into, to_fp32
 from fusedtp.ops.operation import OPERATIONS, Spec
 from fusedtp.ops.rows import Rows
 
+from .balance import propagating_errors
 from .loss import (
     check_kinds,
     check_labels,
@@ -59,7 +61,7 @@ CPU_LOGITS_BYTES, GPU_LOGITS_BYTES = 1 << 26, 1 << 28
 class _Call(NamedTuple):
     """The non-tensor arguments. `rows`: how x is split over ranks; None: x is whole. `grad`: whether autograd is on."""
 
-    comm: Any
+    at: Place | None
     rows: Rows | None
     start: int
     ignore_index: int
@@ -100,35 +102,31 @@ def linear_cross_entropy(
     Source: the loss of Shoeybi et al. 2019, section 3, computed in pieces with the gradients
     in the forward as in Hsu et al. 2024, "Liger Kernel" (fused linear cross-entropy).
     """
-    comm = None
-    if group is not None:
-        from fusedtp.comm import communicator, propagate_errors
-
-        comm = communicator(group)
-    with nullcontext() if comm is None else propagate_errors(comm.place):
-        _check(x, weight, bias, labels, comm, sizes)
+    at = None if group is None else place(group)
+    with propagating_errors(group):
+        _check(x, weight, bias, labels, at, sizes)
         (main_grad,) = main_grads_of([weight])
         labels = labels.to(device=x.device, dtype=torch.int64)
         if num_labels is None:
             num_labels = (labels != ignore_index).sum().clamp(min=1)
         start, total, widest = 0, weight.shape[0], weight.shape[0]
-        if comm is not None:
-            start, total = place_in_vocabulary(comm, total, vocab_size, x.device)
-            widest = -(-total // comm.world_size)  # all ranks must use the same pieces
+        if at is not None:
+            start, total = place_in_vocabulary(at, total, vocab_size, x.device)
+            widest = -(-total // at.world_size)  # all ranks must use the same pieces
         check_labels(labels, total, ignore_index)
         if max_logits_bytes is None:
             max_logits_bytes = CPU_LOGITS_BYTES if x.device.type == "cpu" else GPU_LOGITS_BYTES
         piece = max(1, max_logits_bytes // max(1, widest * x.element_size()))
         rows = None if sizes is None else Rows(tuple(sizes))
-        call = _Call(comm, rows, start, ignore_index, piece, main_grad, torch.is_grad_enabled())
+        call = _Call(at, rows, start, ignore_index, piece, main_grad, torch.is_grad_enabled())
         loss: Tensor = _LinearCrossEntropy.apply(x, weight, bias, labels, call)
     return loss / num_labels
 
 
 def _check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, comm: Any, sizes: Sequence[int] | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, at: Place | None, sizes: Sequence[int] | None
 ) -> None:
-    if sizes is not None and comm is None:
+    if sizes is not None and at is None:
         raise ValueError("sizes are the rows of x on each rank: they need a group")
     total = (x.shape[0] if x.dim() else 0) if sizes is None else sum(sizes)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or labels.shape != (total,):
@@ -142,8 +140,8 @@ def _check(
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         kinds = ", ".join(str(t.dtype) for t in (x, weight, bias) if t is not None)
         raise ValueError(f"x, weight and bias must have one dtype, not {kinds}")
-    if sizes is not None and (len(sizes) != comm.world_size or x.shape[0] != sizes[comm.rank]):
-        raise ValueError(f"rank {comm.rank} has {x.shape[0]} rows; sizes is {list(sizes)} for {comm.world_size} ranks")
+    if sizes is not None and at is not None and (len(sizes) != at.world_size or x.shape[0] != sizes[at.rank]):
+        raise ValueError(f"rank {at.rank} has {x.shape[0]} rows; sizes is {list(sizes)} for {at.world_size} ranks")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -151,13 +149,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call) -> Tensor:
-        comm, rows = call.comm, call.rows
-        spec = None if rows is None else Spec(comm.name, comm.rank, rows.sizes, layer="lm_head")
+        at, rows = call.at, call.rows
+        spec = None if rows is None or at is None else Spec(at.name, at.rank, rows.sizes, layer="lm_head")
         full = x if spec is None else OPERATIONS["all_gather_rows"](spec, x)
         wanted = [call.grad and needed for needed in ctx.needs_input_grad[:3]]
         operand = to_fp32(weight)  # once for all pieces
         made = _Gradients(full, operand, wanted)
-        loss = torch.zeros((), dtype=_wide(x.dtype), device=x.device)
+        loss = torch.zeros((), dtype=accumulator(x.dtype), device=x.device)
         buffer = full.new_empty(min(call.piece, full.shape[0]), weight.shape[0])
         for piece in _pieces(full.shape[0], call.piece):
             own = labels[piece]
@@ -165,8 +163,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             matmul_into(logits, [full[piece]], [operand.t()], bias)
             stats, world_size = local_stats(logits, own, call.start), 1
             here = stats[:, 0]
-            if comm is not None:
-                stats, world_size = gathered_stats(comm, stats), comm.world_size
+            if at is not None:
+                stats, world_size = gathered_stats(at, stats), at.world_size
             lse, target = combine_stats(stats.view(world_size, len(own), 2))
             ignored = own == call.ignore_index
             loss += (lse - target).masked_fill(ignored, 0.0).sum()
@@ -197,7 +195,7 @@ class _Gradients:
     """Gradients of the sum of losses; for parameters in fp32 or wider, since they are summed over pieces."""
 
     def __init__(self, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> None:
-        self._x, self._weight, dtype = x, weight, _wide(x.dtype)
+        self._x, self._weight, dtype = x, weight, accumulator(x.dtype)
         self.dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
         self.dweight = torch.zeros(weight.shape, dtype=dtype, device=x.device) if wanted[1] else None
         self.dbias = torch.zeros(weight.shape[:1], dtype=dtype, device=x.device) if wanted[2] else None
@@ -220,10 +218,6 @@ def _deliver_product(dw: Tensor, factor: Tensor, main_grad: Any, dtype: torch.dt
         main_grad.addcmul_(dw, factor)
         return None
     return accumulate_grad(dw * factor, main_grad, dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _pieces(total: int, rows: int) -> Iterator[slice]:

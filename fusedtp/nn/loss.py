@@ -23,7 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedtp.comm import Place, place
 from fusedtp.ops import cross_entropy
+from fusedtp.ops.cpu import accumulator
 from fusedtp.ops.first_order import first_order
 
 from .balance import propagating_errors
@@ -50,9 +52,9 @@ def vocab_parallel_cross_entropy(
     num_labels   divisor of the sum of losses; None counts the labels here (at least 1, so that a
                  batch without labels has loss 0)
     return       scalar, fp32 (fp64 for fp64 logits), the same on all ranks
-    forward: one all-gather of [T, 2]; backward: local.
-    Raises ValueError for shapes or dtypes that do not fit, IndexError (on CPU) for a label outside the vocabulary; if
-    one rank raises, its peers do too (CPU). Source: Shoeybi et al. 2019, section 3.
+    forward: one all-gather of [T, 2]; backward: local. torch.compile traces both.
+    Raises ValueError for shapes or dtypes that do not fit, IndexError (on CPU; RuntimeError in compiled code) for a
+    label outside the vocabulary; if one rank raises, its peers do too (CPU). Source: Shoeybi et al. 2019, section 3.
     """
     with propagating_errors(group):
         if logits.dim() != 2 or labels.shape != logits.shape[:1]:
@@ -62,7 +64,7 @@ def vocab_parallel_cross_entropy(
         if num_labels is None:
             num_labels = (labels != ignore_index).sum().clamp(min=1)
         if group is None and torch.compiler.is_compiling():
-            wide = logits if logits.dtype == torch.float64 else logits.float()
+            wide = logits.to(accumulator(logits.dtype))
             return F.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="sum") / num_labels
         return vocab_parallel_losses(logits, labels, group, ignore_index, vocab_size=vocab_size).sum() / num_labels
 
@@ -72,40 +74,72 @@ def vocab_parallel_losses(
 ) -> Tensor:
     """The cross-entropy of every token [T], 0 if it is ignored; arguments as above."""
     labels = labels.to(device=logits.device, dtype=torch.int64)
-    comm, start, total = None, 0, logits.shape[1]
+    at, start, total = None, 0, logits.shape[1]
     if group is not None:
-        from fusedtp.comm import communicator
-
-        comm = communicator(group)
-        start, total = place_in_vocabulary(comm, total, vocab_size, logits.device)
+        at = place(group)
+        start, total = place_in_vocabulary(at, total, vocab_size, logits.device)
+    if torch.compiler.is_compiling():
+        return _traced_losses(logits, labels, start, total, ignore_index, at)
     check_labels(labels, total, ignore_index)
-    losses: Tensor = _CrossEntropy.apply(logits, labels, start, ignore_index, comm)
+    losses: Tensor = _CrossEntropy.apply(logits, labels, start, ignore_index, at)
     return losses
 
 
-def place_in_vocabulary(comm: Any, here: int, vocab_size: int | None, device: torch.device) -> tuple[int, int]:
+def _traced_losses(
+    logits: Tensor, labels: Tensor, start: int, total: int, ignore_index: int, at: Place | None
+) -> Tensor:
+    """vocab_parallel_losses in operations that torch.compile differentiates and fuses, with one all-gather."""
+    ignored = labels == ignore_index
+    if labels.device.type == "cpu":
+        inside = ignored | ((labels >= 0) & (labels < total))
+        torch._assert_async(inside.all(), f"a label is outside the vocabulary of {total}")
+    wide, world_size = logits.to(accumulator(logits.dtype)).masked_fill(ignored[:, None], 0.0), 1
+    here, column = _is_here(labels, start, logits.shape[1])
+    if logits.shape[1]:
+        nothing = (wide == -torch.inf).all(1)  # the rank's columns have no probability, and no gradient
+        own = torch.logsumexp(wide.masked_fill(nothing[:, None], 0.0), 1).masked_fill(nothing, -torch.inf)
+        target = wide.gather(1, column[:, None])[:, 0].masked_fill(~here, 0.0)
+    else:  # backward must run here too
+        target = wide.sum(1)
+        own = target - torch.inf
+    stats = torch.stack((own, target), 1).detach()
+    if at is not None:
+        stats, world_size = gathered_stats(at, stats), at.world_size
+    lse, of_label = combine_stats(stats.view(world_size, len(labels), 2))
+    # zero with a gradient: the derivative of lse by this rank's log-sum-exp is its share of the probability
+    share = torch.exp(own.detach() - lse)
+    zero = share * _zero_like(own) - _zero_like(target)
+    return (lse - of_label + zero).masked_fill(ignored, 0.0)
+
+
+def _zero_like(x: Tensor) -> Tensor:
+    """Zeros, with the gradient of x where x is finite."""
+    return (x - x.detach()).masked_fill(~x.isfinite(), 0.0)
+
+
+def place_in_vocabulary(at: Place, here: int, vocab_size: int | None, device: torch.device) -> tuple[int, int]:
     """The first of the `here` columns that this rank holds, and V."""
-    world_size = comm.world_size
+    world_size = at.world_size
     if vocab_size is None:
         mine = torch.full((1, 1), here, dtype=torch.float64, device=device)
-        sizes = [int(n) for n in gathered_stats(comm, mine).flatten().tolist()]
-        return sum(sizes[: comm.rank]), sum(sizes)
+        sizes = [int(n) for n in gathered_stats(at, mine).flatten().tolist()]
+        return sum(sizes[: at.rank]), sum(sizes)
     chunk = -(-vocab_size // world_size)
-    start = min(comm.rank * chunk, vocab_size)
+    start = min(at.rank * chunk, vocab_size)
     wanted = min(start + chunk, vocab_size) - start
     if here != wanted:
         raise ValueError(
-            f"rank {comm.rank} holds {here} columns of logits, wanted {wanted} of {vocab_size} over {world_size} ranks"
+            f"rank {at.rank} holds {here} columns of logits, wanted {wanted} of {vocab_size} over {world_size} ranks"
         )
     return start, vocab_size
 
 
-def gathered_stats(comm: Any, x: Tensor) -> Tensor:
+def gathered_stats(at: Place, x: Tensor) -> Tensor:
     """x [T, n] of every rank -> [W * T, n]. No autograd."""
     from fusedtp.ops.operation import OPERATIONS, Spec
 
-    sizes = (x.shape[0],) * comm.world_size
-    return OPERATIONS["all_gather_rows"](Spec(comm.name, comm.rank, sizes), x)
+    sizes = (x.shape[0],) * at.world_size
+    return OPERATIONS["all_gather_rows"](Spec(at.name, at.rank, sizes), x)
 
 
 def check_kinds(x: Tensor, labels: Tensor) -> None:
@@ -127,12 +161,12 @@ class _CrossEntropy(torch.autograd.Function):
     """Loss of every token [T] (0 if ignored); the gradient of the logits is computed in backward."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, ignore_index: int, comm: Any) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, ignore_index: int, at: Place | None) -> Tensor:
         stats, world_size = local_stats(logits, labels, start), 1
         own = stats[:, 0]
-        if comm is not None:
-            world_size = comm.world_size
-            stats = gathered_stats(comm, stats)
+        if at is not None:
+            world_size = at.world_size
+            stats = gathered_stats(at, stats)
         lse, target = combine_stats(stats.view(world_size, len(labels), 2))
         ctx.save_for_backward(logits, labels, own, lse)
         ctx.start, ctx.ignore_index = start, ignore_index
@@ -166,7 +200,7 @@ def local_stats(logits: Tensor, labels: Tensor, start: int) -> Tensor:
     """Statistics of one part of the vocabulary: [T, 2] of (log-sum-exp, target logit or 0)."""
     if cross_entropy.serves(logits):
         return cross_entropy.stats(logits, labels, start)
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = accumulator(logits.dtype)
     stats = torch.zeros(logits.shape[0], 2, dtype=wide, device=logits.device)
     if logits.shape[1] == 0:
         stats[:, 0] = -torch.inf

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from fusedtp.comm import place
 from fusedtp.nn.loss import gathered_stats, vocab_parallel_losses
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import copy_to_group, gather_tokens, take_tokens
@@ -444,9 +445,8 @@ def _argmax(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         values, places = local.max(-1)
         # fp32 represents indices exactly up to 2 ** 24, enough for a vocabulary
         mine = torch.stack([values.to(wide), (places + sum(at.sizes[: at.rank])).to(wide)], -1)
-    from fusedtp.comm import communicator
 
-    every = gathered_stats(communicator(at.group), mine).view(at.world_size, -1, 2)
+    every = gathered_stats(place(at.group), mine).view(at.world_size, -1, 2)
     best = every[..., 0].max(0).indices  # ties go to the first, as on one device
     found = every[..., 1].gather(0, best[None])[0].long().reshape(x.shape[:-1])
     return found.unsqueeze(-1) if keep else found

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedtp.comm import VirtualWorld
+from fusedtp.comm import VirtualWorld, place
 from fusedtp.nn import loss as loss_module
 from fusedtp.nn import vocab_parallel_cross_entropy
 from fusedtp.nn.init import chunk_of
@@ -78,6 +78,40 @@ def test_ranks_agree_with_the_whole(case: tuple[int, int, int], world_size: int,
     for rank, (mine, _) in enumerate(got):
         assert_close(f"loss of rank {rank}", mine, loss)
     assert_close("dlogits", torch.cat([gradient for _, gradient in got], 1), want.grad)
+
+
+@settings(max_examples=20)
+@given(cases, st.integers(1, 4), st.sampled_from(["ignored nan", "masked part", "nothing odd"]))
+def test_what_compiled_code_runs_agrees_with_the_whole(
+    case: tuple[int, int, int], world_size: int, oddity: str
+) -> None:
+    logits, labels = draw(*case)
+    columns = -(-logits.shape[1] // world_size)
+    if oddity == "ignored nan":
+        logits[labels == IGNORED] = torch.nan
+    if oddity == "masked part" and columns < logits.shape[1]:  # of rank 0, where no label is
+        logits[:, :columns] = -torch.inf
+        labels = labels.where((labels == IGNORED) | (labels >= columns), columns)
+
+    def rank_main(group: object) -> tuple[torch.Tensor, torch.Tensor]:
+        at = place(group)  # type: ignore[arg-type]
+        part = chunk_of(logits, 1, at.rank, world_size).clone().requires_grad_()
+        start = min(at.rank * columns, logits.shape[1])
+        losses = loss_module._traced_losses(part, labels, start, logits.shape[1], IGNORED, at)
+        losses.backward(weights)
+        assert part.grad is not None
+        return losses.detach(), part.grad
+
+    weights = randn(len(labels), seed=case[2])
+    got = VirtualWorld(world_size).run(rank_main)
+    want = logits.clone().requires_grad_()
+    losses = F.cross_entropy(want, labels, ignore_index=IGNORED, reduction="none")
+    losses.backward(weights)
+    assert want.grad is not None
+    for rank, (mine, _) in enumerate(got):
+        assert_close(f"losses of rank {rank}", mine, losses)
+    gradient = want.grad.masked_fill((labels == IGNORED)[:, None], 0.0)
+    assert_close("dlogits", torch.cat([each for _, each in got], 1), gradient)
 
 
 def test_rows_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

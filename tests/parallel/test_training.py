@@ -24,6 +24,7 @@ from tests.parallel.support import (
     make,
     make_pair,
 )
+from tests.sampling import SAMPLED
 
 MIXED = {
     "num_key_value_heads": 1,
@@ -151,6 +152,52 @@ def compiled(group, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_compiled_blocks(sequence_parallel: bool):
     world(2).run(compiled, sequence_parallel, timeout=120)
+
+
+def compiled_whole(group, changes: dict, options: dict) -> None:
+    """One graph of layers, head and loss, over several steps and with other data."""
+    plain, parallel = make_pair(group, options=options, **changes)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(parallel, fullgraph=True, backend="aot_eager")
+    for step in range(2):
+        ids, labels = batch(2, 5, vocab=plain.config.vocab_size, seed=step)
+        labels[0, step] = -100
+        for model in (plain, parallel):
+            model.zero_grad()
+        want, got = plain(ids, labels).loss, compiled(ids, labels).loss
+        want.backward(), got.backward()
+        assert_close("loss", got, want)
+        assert_same_gradients(parallel, plain)
+        logits, columns = plain(ids).logits, -(-plain.config.vocab_size // group.size())
+        assert_close("logits", compiled(ids).logits, logits[..., columns * group.rank() :][..., :columns])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "one with labels, one without"
+    with pytest.raises(RuntimeError, match=f"a label is outside the vocabulary of {plain.config.vocab_size}"):
+        compiled(ids, torch.full_like(ids, plain.config.vocab_size))
+    torch._dynamo.reset()
+
+
+ONE = {"num_hidden_layers": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "changes", "options"),
+    [
+        pytest.param(2, {**MIXED, **ONE}, {}, id="sequence parallel"),
+        *(
+            []
+            if SAMPLED
+            else [
+                pytest.param(3, {**MIXED, **ONE, "vocab_size": 2}, {}, id="a rank without columns"),
+                pytest.param(2, {**MIXED, **ONE, "tie_word_embeddings": True}, {"sequence_parallel": False}, id="tied"),
+                pytest.param(2, {"moe": EXPERTS, **ONE}, {}, id="experts"),
+            ]
+        ),
+    ],
+)
+def test_compiled_whole(world_size: int, changes: dict, options: dict):
+    world(world_size).run(compiled_whole, changes, options, timeout=200)
 
 
 def fsdp(
