@@ -194,7 +194,7 @@ def reference_steps(
         if taken:
             optimizer.step()
         optimizer.zero_grad()
-        load.step()
+        load.step(taken)
         records.append({"loss": loss.item(), "grad_norm": norm.item() if taken else math.inf})
     return records
 
