@@ -115,6 +115,16 @@ def test_the_same_numbers_are_equal():
     assert result.max_loss_difference == result.max_grad_norm_difference == result.share_of_bound == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "unit"),
+    [("", "nats/byte"), ("--tokenizer folder", "nats/token"), ("--vocab-size 9 --data ids.npy", "nats/token")],
+)
+def test_a_difference_of_losses_is_per_byte_only_if_tokens_are_bytes(options, unit):
+    off = differing(REFERENCE, 1, loss=1.01)
+    said = compare(parse(options.split()), off, REFERENCE, SHAKEN).in_words()
+    assert said.startswith(f"NOT EQUAL: loss differs by at most 4.0e-02 {unit}, gradient norm by 0.0e+00 (relative), ")
+
+
 @pytest.mark.parametrize("step", [0, 1, 2])
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 @pytest.mark.parametrize("sign", [1, -1])
