@@ -29,7 +29,7 @@ and labels stop at document boundaries. A document that does not fit into a wind
 
 Note [Loaders]
 FromLoader builds steps from any iterable of batches: a list, a torch DataLoader, torchdata's StatefulDataLoader. A
-batch is a mapping of int64 tensors [B, S] that holds this data-parallel rank's rows:
+batch is a mapping of integer tensors [B, S], of any integer dtype, that holds this data-parallel rank's rows:
 
     input_ids
     labels          the next token of each token, -100 for none. Default: the next token in the row and the document
@@ -636,7 +636,10 @@ READ = ("input_ids", "labels", "positions", "document_ids", "attention_mask")  #
 
 
 def _checked(batch: Any) -> Mapping[str, Tensor]:
-    """Return the batch. Raises ValueError if its type, names or shapes are not those of a batch."""
+    """The batch in int64. Raises ValueError if its type, names, shapes or dtypes are not those of a batch.
+
+    In a narrower dtype, IGNORED may not fit: in uint8 it is 156, a token. torch's cross_entropy needs int64 labels.
+    """
     if not isinstance(batch, Mapping):
         raise ValueError(f"a batch is a {type(batch).__name__}; the trainer takes mappings with input_ids")
     if unknown := [name for name in batch if name not in READ]:
@@ -651,7 +654,11 @@ def _checked(batch: Any) -> Mapping[str, Tensor]:
     for name, value in batch.items():
         if name != "attention_mask" and tuple(value.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, but input_ids has {shape}")
-    return batch
+    numbers = {name: value for name, value in batch.items() if name != "attention_mask"}
+    for name, value in numbers.items():
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise ValueError(f"{name} is {value.dtype}; the trainer takes integers")
+    return {**batch, **{name: value.to(torch.int64) for name, value in numbers.items()}}
 
 
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:

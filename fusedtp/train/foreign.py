@@ -183,7 +183,7 @@ class TransformersModel(nn.Module):
         if positions is None or not self.flattens:
             return x, labels, positions
         return (
-            (x.reshape(1, -1) if x.dtype == torch.int64 else x),
+            (x if x.is_floating_point() else x.reshape(1, -1)),
             labels.reshape(1, -1),
             positions.reshape(1, -1),
         )
