@@ -89,6 +89,8 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         console.print(f"dropout stays off; the model's configuration has {rates}", highlight=False, soft_wrap=True)
     if data.data and (others := left_out(tokens)):
         console.print(others, highlight=False, soft_wrap=True)
+    if batches.repeats:
+        console.print(batches.repeats, highlight=False, soft_wrap=True)
     for line in placement(world, world.machines()):
         console.print(line, highlight=False)
     if pipeline is not None:

@@ -4,6 +4,7 @@ A trainer of user-defined parts equals torch's plain loop in one process, and th
 """
 
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import chdir
 from dataclasses import dataclass, field
@@ -249,6 +250,24 @@ def test_data_goes_on_where_it_was(make):
         again.load_state_dict(state)
         assert all(map(torch.equal, seen[-1], [batch.input_ids for batch in again.step()]))
     assert torch.equal(seen[0][0], seen[1][1]) and not torch.equal(seen[0][0], seen[0][1])
+
+
+@pytest.mark.parametrize("make", [Stateful, lambda: own_batches(3)], ids=["stateful", "list"])
+@pytest.mark.parametrize("accumulate", [2, 3, 4, 7])
+def test_a_step_that_takes_a_batch_twice_is_told_once(make, accumulate: int):
+    """Not so a step that begins in the middle of three batches, also after a resume there."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loader = FromLoader(make(), World(), accumulate)
+        for _ in range(3):
+            seen = [tuple(batch.input_ids.flatten().tolist()) for batch in loader.step()]
+        first = FromLoader(make(), World(), 2)
+        list(first.step())
+        again = FromLoader(make(), World(), 2)
+        again.load_state_dict(first.state_dict())
+        list(again.step())
+    said = f"the data ends after 3 of the {accumulate} batches of a step (accumulate), so each step takes some of them"
+    assert [str(each.message) for each in told] == [f"{said} more than once"] * (len(set(seen)) < accumulate)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
