@@ -382,7 +382,7 @@ class Workspace:
         if code == TOO_MANY_ROWS:
             self.failed = TooManyRows(
                 f"rank {self.rank}: {seen} rows go to the experts of rank {peer}, which has room for max_rows = "
-                f"{wanted}; the group {self.world.name!r} cannot be used again"
+                f"{wanted} (a layer's recv_capacity sets it, too); the group {self.world.name!r} cannot be used again"
             )
             return
         if code == OTHER_SIGNATURE and RAISED.hash32 in (wanted, seen):

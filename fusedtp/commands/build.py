@@ -36,7 +36,7 @@ from fusedtp.parallel.placement import Way, share, way_of
 from fusedtp.parallel.plan import ways_of
 from fusedtp.parallel.pretrained import Checkpoint, Files, Lazy, build_on_meta, on_meta, region, untie
 from fusedtp.train.config import ModelOptions, TrainConfig, sharing_faults, stages_faults
-from fusedtp.train.foreign import Anatomy, Model, NotCut, TransformersModel
+from fusedtp.train.foreign import ALIBI, Anatomy, Model, NotCut, TransformersModel
 from fusedtp.train.mesh import World
 from fusedtp.train.shard import DTYPES, dtypes_of, empty_shards, prepare_, shard
 from fusedtp.train.stages import Pipeline, costs, cut, prune_, stage_costs, stage_count, stages_of, two_passes
@@ -210,7 +210,7 @@ def config_of(config: TrainConfig) -> Any:
         "bos_token_id": tokenizer.end,
         "eos_token_id": tokenizer.end,
         "pad_token_id": None,
-        "max_position_embeddings": max(64, config.data.length),
+        ALIBI.get(name, "max_position_embeddings"): max(64, config.data.length),
     }
     if name == "llama":
         return CONFIG_MAPPING[name](**{**words, **LLAMA})
@@ -465,21 +465,11 @@ def option_faults(config: TrainConfig) -> list[str]:
 
 
 def length_faults(config: TrainConfig, model: TransformersModel) -> list[str]:
-    """An error if --length exceeds the model's table of positions (learned or sinusoidal), if it has one."""
-    most = getattr(model.config, "max_position_embeddings", None)
-    if not isinstance(most, int):
+    """An error if --length exceeds the model's table of positions, if it has one."""
+    length, most = config.data.length, model.positions
+    if most is None or length <= most:
         return []
-    tables: list[tuple[int, int | None]] = []
-    for module in model.causal.modules():
-        if isinstance(module, nn.Embedding) and module.weight is not model.embedding:
-            tables.append((module.num_embeddings, module.padding_idx))
-        buffers = module.named_buffers(recurse=False)
-        tables += [(len(buffer), None) for name, buffer in buffers if "pos" in name and buffer.dim() == 2]
-    # OPT's table has two extra rows; RoBERTa's positions start after the row of the padding index.
-    room = [most - (0 if padding is None else padding + 1) for rows, padding in tables if rows in (most, most + 2)]
-    if not room or config.data.length <= min(room):
-        return []
-    return [f"--length {config.data.length}: {config.foreign.model} has positions for {min(room)} tokens"]
+    return [f"--length {length}: {config.foreign.model} has positions for {most} tokens"]
 
 
 def tp_faults(config: TrainConfig, model: Any, dp: int, tp: int) -> list[str]:

@@ -53,7 +53,7 @@ from fusedtp.nn import CausalLM, generate
 from fusedtp.train.bubbles import shares
 from fusedtp.train.checkpoint import Checkpoints, Saved, Saver, TrainingState
 from fusedtp.train.config import CHECKPOINTS, CONFIG, TrainConfig
-from fusedtp.train.data import Batches, Bytes, Microbatch, left_out
+from fusedtp.train.data import Batches, Microbatch, left_out
 from fusedtp.train.foreign import Model, TransformersModel
 from fusedtp.train.loop import Metrics, Trainer, adamw, for_batch, learning_rate, loss_scale_of
 from fusedtp.train.mesh import World, placement
@@ -78,8 +78,7 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
     torch.manual_seed(config.run.seed + world.rank)  # torch's own dropout must differ from rank to rank
     model, pipeline = build_stages(config, world, weights=not config.run.resume)
     parameters = num_parameters(config)
-    tokenizer = data.vocabulary
-    unit = "byte" if isinstance(tokenizer, Bytes) else "token"
+    tokenizer, unit = data.vocabulary, data.unit
     console.print(
         f"{parameters:,} parameters, {layout_in_words(world)} on {world.device.type}, "
         f"{len(batches.train.tokens):,} {unit}s" + (" of text" if data.vocab_size is None else ""),
@@ -90,6 +89,8 @@ def run(config: TrainConfig, tokens: Path, world: World, asked: TrainConfig | No
         console.print(f"dropout stays off; the model's configuration has {rates}", highlight=False, soft_wrap=True)
     if data.data and (others := left_out(tokens)):
         console.print(others, highlight=False, soft_wrap=True)
+    if batches.repeats:
+        console.print(batches.repeats, highlight=False, soft_wrap=True)
     for line in placement(world, world.machines()):
         console.print(line, highlight=False)
     if pipeline is not None:

@@ -10,8 +10,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -129,7 +134,7 @@ def verify(folder: Path, steps: list[int]) -> int:
 
 
 def export(options: CheckpointsOptions) -> int:
-    """Write the model in the format of transformers."""
+    """Write the model in the format of transformers. Raises CheckpointError if it cannot be read or written."""
     from fusedtp.parallel import to_transformers
     from fusedtp.parallel.pretrained import read_generation_config
 
@@ -144,19 +149,72 @@ def export(options: CheckpointsOptions) -> int:
 
         tokenizer = AutoTokenizer.from_pretrained(str(config.data.tokenizer), local_files_only=True)
     ids = special_ids(config, tokenizer)
-    if isinstance(model, CausalLM):
-        to_transformers(model, options.out, **ids)
-    else:
+    if not isinstance(model, CausalLM):
         if has_weights(config):  # end ids and sampling options
             read_generation_config(model.causal, config.foreign.model, {"local_files_only": True})
         for each in filter(None, (model.hf.config, getattr(model.hf, "generation_config", None))):
             for name, value in ids.items():
                 setattr(each, name, value)
-        model.hf.save_pretrained(options.out)  # saves only adapters if there are any
-    if tokenizer is not None:
-        tokenizer.save_pretrained(options.out)
+    with written_whole(options.out) as draft:
+        if isinstance(model, CausalLM):
+            to_transformers(model, draft, **ids)
+        else:
+            model.hf.save_pretrained(draft)  # saves only adapters if there are any
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
     print(f"written to {options.out}")
     return 0
+
+
+DRAFT, CARD = ".draft", "README.md"  # in an exported model's folder: files being written; the model card
+WEIGHTS = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A draft inside `folder` to write files to, which move there at the end. After an error, `folder` is as before.
+
+    Files that `folder` has already are replaced, and an earlier model's weights are removed: transformers would read
+    them instead of new ones with other names. Raises CheckpointError if a file cannot be written.
+    """
+    draft, before = folder / DRAFT, folder.exists()
+    try:
+        try:
+            shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+            draft.mkdir(parents=True)
+            if (folder / CARD).is_file():
+                shutil.copy2(folder / CARD, draft)  # PEFT adds to it
+            yield draft
+        except Exception as error:
+            if (why := not_written(error)) is None:
+                raise
+            raise CheckpointError(f"cannot write the model to {folder}: {why}; nothing was changed there") from error
+        _move(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        if not before:
+            with suppress(OSError):
+                folder.rmdir()  # only if it is empty
+
+
+def _move(draft: Path, folder: Path) -> None:
+    names = sorted(os.listdir(draft), key=lambda name: (name.endswith("config.json"), name))
+    if any(re.fullmatch(WEIGHTS, name) for name in names):
+        for name in os.listdir(folder):
+            if re.fullmatch(WEIGHTS, name) and name not in names:
+                (folder / name).unlink()
+    for name in names:  # configurations last: without one there is no model
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+        (draft / name).replace(folder / name)
+
+
+def not_written(error: Exception) -> str | None:
+    """Why a file could not be written; None if that is not what the error is about."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    number = re.search(r"\(os error (\d+)\)$", str(error))  # safetensors and tokenizers raise no OSError
+    return os.strerror(int(number[1])) if number else None
 
 
 def special_ids(config: TrainConfig, tokenizer: Any) -> dict[str, Any]:

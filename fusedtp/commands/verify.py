@@ -66,7 +66,7 @@ class Verification:
     """The largest differences over the compared steps.
 
     steps, of                  number of steps compared, and requested
-    max_loss_difference        absolute, nats/byte
+    max_loss_difference        absolute, in nats per `unit`, a byte or a token
     max_grad_norm_difference   relative
     share_of_bound             the largest difference, relative to the bound of its step
     """
@@ -76,6 +76,7 @@ class Verification:
     max_loss_difference: float
     max_grad_norm_difference: float
     share_of_bound: float
+    unit: str = "token"
 
     @property
     def passed(self) -> bool:
@@ -89,8 +90,8 @@ class Verification:
         if self.steps < self.of:
             verdict += f" in {self.steps} of {self.of} steps (after them rounding may cause over {LARGEST:.0%})"
         return (
-            f"{verdict}: loss differs by at most {self.max_loss_difference:.1e}, gradient norm by "
-            f"{self.max_grad_norm_difference:.1e}, {self.share_of_bound:.1%} of what rounding may cause"
+            f"{verdict}: loss differs by at most {self.max_loss_difference:.1e} nats/{self.unit}, gradient norm by "
+            f"{self.max_grad_norm_difference:.1e} (relative), {self.share_of_bound:.1%} of what rounding may cause"
         )
 
 
@@ -144,11 +145,11 @@ def compare(
     bound = bounds(config, reference, shaken)
     steps = len(bound)
     if not steps:
-        return Verification(0, len(reference), 0.0, 0.0, 0.0)
+        return Verification(0, len(reference), 0.0, 0.0, 0.0, config.data.unit)
     found = differences(ours[:steps], reference[:steps])
     losses = found[:, 0] * torch.tensor([abs(record["loss"]) for record in reference[:steps]])
-    largest = torch.stack((losses.max(), found[:, 1].max(), (found / bound).max()))
-    return Verification(steps, len(reference), *largest.tolist())
+    loss, norm, share = torch.stack((losses.max(), found[:, 1].max(), (found / bound).max())).tolist()
+    return Verification(steps, len(reference), loss, norm, share, config.data.unit)
 
 
 def reference_steps(
@@ -194,7 +195,7 @@ def reference_steps(
         if taken:
             optimizer.step()
         optimizer.zero_grad()
-        load.step()
+        load.step(taken)
         records.append({"loss": loss.item(), "grad_norm": norm.item() if taken else math.inf})
     return records
 

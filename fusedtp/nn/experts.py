@@ -146,6 +146,8 @@ class Experts(nn.Module):
             y, self.used = moe_rounds(*given, num_experts, group, experts, max_rows=bound, **where)
             return y
         where["max_rows"] = bound
+        if self.recv_capacity is not None:
+            where["limit"] = f"recv_capacity = {self.recv_capacity}"
         if gate is not None:
             hidden, _, handle = moe_dispatch_gated(*given, gate, up, num_experts, group, act=self.act, **where)
         else:

@@ -149,6 +149,11 @@ class DataOptions:
         """The tokenizer of these options. Raises ValueError if --tokenizer cannot be read."""
         return tokenizer_of(self.tokenizer) if self.vocab_size is None else Ids(self.vocab_size)
 
+    @property
+    def unit(self) -> str:
+        """What a token is: a byte, or a token of a tokenizer or of --vocab-size."""
+        return "byte" if self.tokenizer is None and self.vocab_size is None else "token"
+
     def faults(self) -> list[str]:
         found = _not_positive(self, "length", "batch", "accumulate", "val_batches")
         if self.vocab_size is not None:

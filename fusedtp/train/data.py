@@ -29,7 +29,7 @@ and labels stop at document boundaries. A document that does not fit into a wind
 
 Note [Loaders]
 FromLoader builds steps from any iterable of batches: a list, a torch DataLoader, torchdata's StatefulDataLoader. A
-batch is a mapping of int64 tensors [B, S] that holds this data-parallel rank's rows:
+batch is a mapping of integer tensors [B, S], of any integer dtype, that holds this data-parallel rank's rows:
 
     input_ids
     labels          the next token of each token, -100 for none. Default: the next token in the row and the document
@@ -527,6 +527,18 @@ class Batches:
         """Tokens of a step, over all data-parallel ranks."""
         return self.batch * self.train.length
 
+    @property
+    def repeats(self) -> str:
+        """A message if the text has fewer windows than a step takes, so that steps repeat some; otherwise empty."""
+        count, length = self.train.count, self.train.length
+        if self.batch <= count:
+            return ""
+        windows = f"{count} window" + ("s" if count > 1 else "")
+        return (
+            f"--batch {self.batch}: the training text has only {windows} of {length} tokens, so each step takes some "
+            "of them more than once"
+        )
+
     def step(self, scale: float = 1.0) -> Iterator[Microbatch]:
         """This rank's microbatches of the next step. scale: loss scale, applied through num_labels."""
         starts = self.train.starts(self.seed, np.arange(self.samples, self.samples + self.batch))
@@ -578,6 +590,7 @@ class FromLoader:
             raise ValueError(f"accumulate is {accumulate}, must be positive")
         self.loader, self.world, self.accumulate, self.device = loader, world, accumulate, world.device
         self.tokens, self.taken, self.clocks = 0, 0, Clocks()
+        self._read, self._told = 0, False  # batches since the data began; whether _tell_of_repeats has warned
         self._batches: Iterator[Mapping[str, Tensor]] | None = None
         self._own = OfRank(loader, world.dp_rank, world.dp) if hasattr(loader, "state_dict") else None
 
@@ -595,10 +608,13 @@ class FromLoader:
 
     def _next(self) -> Mapping[str, Tensor]:
         self.taken += 1
-        for _ in range(2):
+        for restarts in (False, True):
             if self._batches is None:
                 self._batches = iter(self.loader)
             if (batch := next(self._batches, None)) is not None:
+                if restarts:
+                    self._tell_of_repeats()
+                self._read = 1 if restarts else self._read + 1
                 return batch
             self._batches = None
         if self.taken > 1:
@@ -607,6 +623,16 @@ class FromLoader:
                 f"{type(self.loader).__name__} can be read only once; pass a list or a DataLoader"
             )
         raise ValueError("the data has no batch")
+
+    def _tell_of_repeats(self) -> None:
+        """Warn, once, if the data that has just restarted has fewer batches than a step takes."""
+        if self._read < self.accumulate and not self._told and self.world.rank == 0:
+            warnings.warn(
+                f"the data ends after {self._read} of the {self.accumulate} batches of a step (accumulate), so each "
+                "step takes some of them more than once",
+                stacklevel=4,
+            )
+            self._told = True
 
     def state_dict(self) -> dict[str, Any]:
         return {"taken": self.taken} | ({} if self._own is None else {"loader": self._own.state_dict()})
@@ -620,6 +646,7 @@ class FromLoader:
         self._batches, taken = None, int(state_dict["taken"])
         if self._own is not None and self._own.key in state_dict.get("loader", {}):
             self._own.load_state_dict(state_dict["loader"])
+            self._read = self.accumulate  # the next batch may be in the middle of the data
         else:
             if self._own is not None:
                 warnings.warn(
@@ -636,7 +663,10 @@ READ = ("input_ids", "labels", "positions", "document_ids", "attention_mask")  #
 
 
 def _checked(batch: Any) -> Mapping[str, Tensor]:
-    """Return the batch. Raises ValueError if its type, names or shapes are not those of a batch."""
+    """The batch in int64. Raises ValueError if its type, names, shapes or dtypes are not those of a batch.
+
+    In a narrower dtype, IGNORED may not fit: in uint8 it is 156, a token. torch's cross_entropy needs int64 labels.
+    """
     if not isinstance(batch, Mapping):
         raise ValueError(f"a batch is a {type(batch).__name__}; the trainer takes mappings with input_ids")
     if unknown := [name for name in batch if name not in READ]:
@@ -651,7 +681,11 @@ def _checked(batch: Any) -> Mapping[str, Tensor]:
     for name, value in batch.items():
         if name != "attention_mask" and tuple(value.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, but input_ids has {shape}")
-    return batch
+    numbers = {name: value for name, value in batch.items() if name != "attention_mask"}
+    for name, value in numbers.items():
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise ValueError(f"{name} is {value.dtype}; the trainer takes integers")
+    return {**batch, **{name: value.to(torch.int64) for name, value in numbers.items()}}
 
 
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:

@@ -83,6 +83,7 @@ class TransformersModel(nn.Module):
 
     dtype               dtype of matmuls; parameters stay fp32
     sequence_parallel   as given to parallelize
+    positions           the most tokens in a row, see most_positions; None: any number
     """
 
     # part of the interface of models of fusedtp.nn
@@ -98,6 +99,7 @@ class TransformersModel(nn.Module):
             self.causal.get_output_embeddings().weight is self.causal.get_input_embeddings().weight
         )
         self.tied = self.is_tied and self.embedding.requires_grad
+        self.positions = most_positions(self)
         self.eval()
 
     @property
@@ -148,7 +150,10 @@ class TransformersModel(nn.Module):
         *,
         num_labels: float,
     ) -> Output:
-        """input_ids, labels [B, S]; positions restart at each document, which keeps documents apart."""
+        """input_ids, labels [B, S]; positions restart at each document, which keeps documents apart.
+
+        Raises ValueError for rows longer than the model's table of positions.
+        """
         x, labels, positions = self._arranged(input_ids, labels, positions)
         with self._autocast():
             return Output(self._loss_of(labels, num_labels, input_ids=x, position_ids=positions))
@@ -180,10 +185,14 @@ class TransformersModel(nn.Module):
 
     def _arranged(self, x: Tensor, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Concatenate the rows of a batch if attention cannot separate documents otherwise (flash attention)."""
+        length, most = labels.shape[1], self.positions
+        if positions is None and most is not None and length > most:
+            kind = type(self.causal).__name__
+            raise ValueError(f"rows of {length} tokens, but {kind} has positions for {most} tokens")
         if positions is None or not self.flattens:
             return x, labels, positions
         return (
-            (x.reshape(1, -1) if x.dtype == torch.int64 else x),
+            (x if x.is_floating_point() else x.reshape(1, -1)),
             labels.reshape(1, -1),
             positions.reshape(1, -1),
         )
@@ -280,7 +289,29 @@ class TransformersModel(nn.Module):
 
 
 Model = CausalLM | TransformersModel  # the models that the trainer takes
+ALIBI = {"mpt": "max_seq_len"}  # model type -> the field with the size of its ALiBi biases; other types have no size
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of the number of experts in configurations
+
+
+def most_positions(model: TransformersModel) -> int | None:
+    """The most tokens in a row for which a model has positions: the size of its table (learned, sinusoidal or ALiBi).
+
+    None if there is no table, as with rotary positions.
+    """
+    if model.config.model_type in ALIBI:
+        return int(getattr(model.config, ALIBI[model.config.model_type]))
+    most = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return None
+    tables: list[tuple[int, int | None]] = []
+    for module in model.causal.modules():
+        if isinstance(module, nn.Embedding) and module.weight is not model.embedding:
+            tables.append((module.num_embeddings, module.padding_idx))
+        buffers = module.named_buffers(recurse=False)
+        tables += [(len(buffer), None) for name, buffer in buffers if "pos" in name and buffer.dim() == 2]
+    # OPT's table has two extra rows; RoBERTa's positions start after the row of the padding index.
+    room = [most - (0 if padding is None else padding + 1) for rows, padding in tables if rows in (most, most + 2)]
+    return min(room, default=None)
 
 
 class Pass(nn.Module):

@@ -149,13 +149,14 @@ class Trainer:
             self.world.check()  # finds a failed one before it affects a parameter
             loss = self.world.mean(own_loss)
         numbers = {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]} | self.scale.numbers
-        if self.is_finite(loss, norm) and self.scale.takes(norm):
+        taken = self.is_finite(loss, norm) and self.scale.takes(norm)
+        if taken:
             with self.watch.clocks("optimizer"):
                 self.optimizer.step()
         else:
             numbers["grad_norm"] = math.inf
         self.optimizer.zero_grad()
-        numbers |= {"loss": loss} | self.load.step() | self.watch.step(self.step, loss, last)
+        numbers |= {"loss": loss} | self.load.step(taken) | self.watch.step(self.step, loss, last)
         self.metrics.step(self.step, self.batches.tokens, **numbers)
         self.step += 1
 
@@ -442,10 +443,10 @@ class ExpertLoad:
                 for i, value in enumerate((bound, used.max(), rounds)):
                     self.recv_usage[i].clamp_(min=value)
 
-    def step(self) -> dict[str, Any]:
+    def step(self, taken: bool = True) -> dict[str, Any]:
         """Call after the optimizer: update the biases, reset the counts, return metrics. Collective.
 
-        The metrics of a model without experts are empty.
+        taken: whether the optimizer took the step; if not, the biases stay too. Without experts there are no metrics.
 
         expert_load      choices by layer and expert
         max_violation    the busiest expert's excess over an even share, relative to that share; maximum over layers
@@ -457,7 +458,7 @@ class ExpertLoad:
         if self.group is not None and self.layers:
             dist.all_reduce(self.counts, group=self.group)
             dist.all_reduce(self.recv_usage, dist.ReduceOp.MAX, group=self.group)
-        if self.biases:
+        if self.biases and taken:
             new = update_bias_(torch.stack(self.biases), self.counts[0], self.rate)
             for bias, moved in zip(self.biases, new, strict=True):
                 bias.copy_(moved)

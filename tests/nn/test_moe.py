@@ -97,7 +97,10 @@ def test_rows_that_fill_the_rounded_room_do_not_overflow():
     x, ids = torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64)
     assert experts(x, ids, torch.ones(3, 1)).shape == (3, 4)
     experts.recv_capacity = 0.6
-    with pytest.raises(ValueError, match="has room for max_rows = 2"):
+    with pytest.raises(ValueError, match=r"3 rows go to .* which has room for 2 by recv_capacity = 0\.6$"):
+        experts(x, ids, torch.ones(3, 1))
+    experts.recv_capacity, experts.max_rows = None, 2
+    with pytest.raises(ValueError, match=r"3 rows go to .* which has room for max_rows = 2$"):
         experts(x, ids, torch.ones(3, 1))
 
 

@@ -156,6 +156,19 @@ def test_text_shorter_than_a_window_is_refused(tmp_path):
         Batches(tokens, length=64, batch=1)
 
 
+def test_a_step_that_takes_a_token_twice_is_told(tokens):
+    """A step has more windows than the text only if its windows overlap."""
+    count = Windows(tokens, "train", 300).count
+    for batch in (1, count, count + 1, 3 * count):
+        batches = Batches(tokens, length=300, batch=batch)
+        starts = np.sort(batches.train.starts(0, np.arange(batch)))
+        assert bool((np.diff(starts) < 300).any()) == bool(batches.repeats) == (batch > count)
+    assert batches.repeats == (
+        f"--batch {3 * count}: the training text has only {count} windows of 300 tokens, so each step takes some "
+        "of them more than once"
+    )
+
+
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")

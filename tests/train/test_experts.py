@@ -1,6 +1,7 @@
 """Training a mixture of experts equals one process and reports how the experts are used."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from fusedtp.commands.build import shard_faults
 from fusedtp.commands.results import heat_map
 from fusedtp.nn import CausalLM, ModelConfig, MoEConfig
 from fusedtp.train.config import faults, layout, parse
-from fusedtp.train.loop import ExpertLoad
+from fusedtp.train.loop import ExpertLoad, LossScale, Trainer
 from fusedtp.train.mesh import World
+from fusedtp.train.watch import Guard
 from tests.train.support import meshes_of
 from tests.train.test_run import TINY, command, summary_of
 
@@ -74,6 +76,39 @@ def test_load_is_counted_over_microbatches_and_moves_the_biases():
     for layer, row in zip(model.layers[1:], counts, strict=True):
         assert layer.mlp.router.bias.tolist() == (0.5 * np.sign(12 - row)).tolist()
     assert np.array(load.step()["expert_load"]).sum() == 0, "a step begins with nothing"
+
+
+@pytest.mark.parametrize("skipped_by", ["guard", "loss scale"])
+def test_a_skipped_step_changes_no_state_of_the_model(skipped_by):
+    """Step 1 of three has a loss, or only gradients, that are not finite."""
+    model = tiny_model(bias=True)
+    scale = LossScale(2.0, window=9) if skipped_by == "loss scale" else LossScale()
+    batches = [{"input_ids": torch.randint(0, 11, (2, 6), generator=torch.Generator().manual_seed(0))}]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trainer = Trainer(model, batches, optimizer, scale=scale, balance_bias=0.5, guard=Guard(World(), "skip"))
+
+    def poison(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        if trainer.step != 1:
+            return output
+        if skipped_by == "guard":
+            return output * math.nan
+        output.register_hook(lambda gradient: gradient * math.inf)
+        return output
+
+    def state() -> list[torch.Tensor]:
+        parts = [*model.state_dict().values()]
+        parts += [each for of_parameter in optimizer.state.values() for each in of_parameter.values()]
+        return [part.clone() for part in parts]
+
+    model.norm.register_forward_hook(poison)
+    trainer.train_step()
+    before = state()
+    trainer.train_step()
+    assert math.isinf(trainer.metrics.steps[1]["grad_norm"]), "it was not skipped"
+    assert np.sum(trainer.metrics.steps[1]["expert_load"]) == 2 * 12 * 2, "its load is recorded all the same"
+    assert all(map(torch.equal, state(), before))
+    trainer.train_step()
+    assert not all(map(torch.equal, state(), before)), "training goes on"
 
 
 def test_the_most_that_was_used_of_the_experts_room_is_kept():

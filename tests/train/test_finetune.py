@@ -1,6 +1,7 @@
 """Fine-tuning of transformers models: a run equals one process, the saved model loads, and refusals are one line."""
 
 import json
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from fusedtp import cli
-from fusedtp.commands import launch, verify
+from fusedtp.commands import launch, runs, verify
 from fusedtp.train.data import Batches, build_tokens, tokenizer_of
 from fusedtp.train.loop import learning_rate
 
@@ -167,6 +168,57 @@ def test_a_run_that_was_asked_to_end_writes_no_trained_model(corpus, folder, tmp
     monkeypatch.undo()
     assert cli.main(["finetune", "--runs", str(tmp_path), "--resume"]) == 0
     assert len(losses(tmp_path / "finetune")) == 4 and (out / "model.safetensors").exists()
+
+
+def contents(folder: Path) -> dict[str, bytes] | None:
+    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else None
+
+
+def test_a_full_disk_leaves_the_folder_of_the_trained_model_as_it_was(corpus, folder, tmp_path, monkeypatch, capsys):
+    """No file above 200 B is written, so no configuration; above 20 kB, so no weights; or no tokenizer."""
+    new, earlier = tmp_path / "out", tmp_path / "earlier"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(earlier, max_shard_size="20KB")
+    was = contents(earlier)
+    assert was is not None and "model.safetensors.index.json" in was
+    load, limits, room = runs.load_model, resource.getrlimit(resource.RLIMIT_FSIZE), 20_000
+
+    def limited(*args):
+        loaded = load(*args)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        return loaded
+
+    def fails(argv: list[str], why: str = "File too large") -> None:
+        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            assert cli.main(argv) == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, before)
+        said = f": error: cannot write the model to {argv[-1]}: {why}; nothing was changed there\n"
+        assert capsys.readouterr().err.endswith(said)
+        assert contents(new) is None and contents(earlier) == was
+
+    monkeypatch.setattr(runs, "load_model", limited)
+    some = arguments(corpus, tmp_path, "--model", str(folder), "--tp", "1", "--no-verify", "--steps", "1")
+    fails([*some, "--lr", "0.01", "--out", str(new)])
+    export = ["checkpoints", "export", str(tmp_path / "finetune")]
+    fails([*export, str(earlier)])
+    room = 200
+    fails([*export, str(new)])
+    monkeypatch.setattr(runs, "load_model", load)
+    with monkeypatch.context() as patch:
+
+        def full(*args, **options):
+            raise Exception("No space left on device (os error 28)")  # as tokenizers raises it
+
+        patch.setattr(transformers.PreTrainedTokenizerFast, "save_pretrained", full)
+        fails([*export, str(earlier)], "No space left on device")
+    for out in (new, earlier):
+        assert cli.main([*export, str(out)]) == 0
+        assert "model.safetensors" in contents(out) and "model.safetensors.index.json" not in contents(out)
+        trained = transformers.AutoModelForCausalLM.from_pretrained(out)
+        assert not torch.equal(trained.lm_head.weight, model.lm_head.weight)
 
 
 @pytest.mark.parametrize("by", ["torchrun", "fusedtp"])

@@ -424,6 +424,8 @@ def test_ids_that_a_model_does_not_have_are_refused(tmp_path: Path):
         ("opt", {"word_embed_proj_dim": 16, "ffn_dim": 16}, 32),  # its table has two extra rows
         ("gptj", {"rotary_dim": 8}, 32),  # sines, not a parameter
         ("roberta", {"is_decoder": True, "intermediate_size": 16, "pad_token_id": 1}, 30),  # counts from 2
+        ("mpt", {"max_seq_len": 32}, 32),  # ALiBi of a fixed size
+        ("bloom", {}, None),  # ALiBi as long as the row
         ("llama", {"intermediate_size": 16}, None),
     ],
 )
@@ -435,8 +437,18 @@ def test_windows_longer_than_a_models_table_of_positions_are_refused(tmp_path: P
         fits = most is None or length <= most
         says = [] if fits else [f"--length {length}: {path} has positions for {most} tokens"]
         assert refusals(f"--model {path} --length {length}") == says
+        row = torch.arange(3, 3 + length)[None]
         with nullcontext() if fits else pytest.raises((IndexError, RuntimeError)):
-            model(input_ids=torch.arange(3, 3 + length)[None])
+            model(input_ids=row)
+        adapter = TransformersModel(model)
+        words = rf"^rows of {length} tokens, but {type(model).__name__} has positions for {most} tokens$"
+        with nullcontext() if fits else pytest.raises(ValueError, match=words):
+            adapter(row, row, num_labels=1.0)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "mpt"])
+def test_a_model_type_gets_positions_for_the_length(model_type: str):
+    assert refusals(f"--model {model_type} --length 3000") == []
 
 
 def test_a_small_copy_shows_a_loss_of_its_own_and_stages_that_differ(monkeypatch):

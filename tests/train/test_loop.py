@@ -4,6 +4,7 @@ A trainer of user-defined parts equals torch's plain loop in one process, and th
 """
 
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import chdir
 from dataclasses import dataclass, field
@@ -251,6 +252,24 @@ def test_data_goes_on_where_it_was(make):
     assert torch.equal(seen[0][0], seen[1][1]) and not torch.equal(seen[0][0], seen[0][1])
 
 
+@pytest.mark.parametrize("make", [Stateful, lambda: own_batches(3)], ids=["stateful", "list"])
+@pytest.mark.parametrize("accumulate", [2, 3, 4, 7])
+def test_a_step_that_takes_a_batch_twice_is_told_once(make, accumulate: int):
+    """Not so a step that begins in the middle of three batches, also after a resume there."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loader = FromLoader(make(), World(), accumulate)
+        for _ in range(3):
+            seen = [tuple(batch.input_ids.flatten().tolist()) for batch in loader.step()]
+        first = FromLoader(make(), World(), 2)
+        list(first.step())
+        again = FromLoader(make(), World(), 2)
+        again.load_state_dict(first.state_dict())
+        list(again.step())
+    said = f"the data ends after 3 of the {accumulate} batches of a step (accumulate), so each step takes some of them"
+    assert [str(each.message) for each in told] == [f"{said} more than once"] * (len(set(seen)) < accumulate)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_torchdatas_loader_goes_on_where_it_was(num_workers: int):
     """Each epoch is reshuffled, and workers read ahead."""
@@ -365,6 +384,18 @@ def small_foreign() -> TransformersModel:
     return TransformersModel(LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.3)))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_rows_that_are_concatenated_for_flash_attention_have_the_same_loss(monkeypatch, dtype: torch.dtype):
+    model, shapes = small_foreign(), []
+    ids, labels = torch.randint(0, 11, (2, 2, 9), generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 0, 1, 2]])
+    want = model(ids, labels, positions, num_labels=18.0).loss
+    monkeypatch.setattr(TransformersModel, "flattens", True)
+    model.causal.get_input_embeddings().register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
+    torch.testing.assert_close(model(ids.to(dtype), labels, positions, num_labels=18.0).loss, want)
+    assert shapes == [(1, 18)]
+
+
 IDS = torch.tensor([[5, 6, 7, 8], [9, 9, 4, 3]])
 
 
@@ -392,12 +423,37 @@ def test_batches_that_would_train_something_else_are_refused(batch: dict[str, to
         ({"labels": IDS}, "a batch has no input_ids"),
         ({"input_ids": IDS[0]}, r"input_ids has shape \(4,\); the trainer takes rows of tokens, \[B, S\]"),
         ({"input_ids": IDS.tolist()}, "input_ids is a list; the trainer takes tensors"),
+        ({"input_ids": IDS.float()}, r"input_ids is torch\.float32; the trainer takes integers"),
+        ({"input_ids": IDS, "labels": IDS > 5}, r"labels is torch\.bool; the trainer takes integers"),
     ],
 )
 def test_what_is_no_batch_is_refused(batch: Any, why: str):
     """A TensorDataset yields lists, and a tokenizer yields lists of lists."""
     with pytest.raises(ValueError, match=why):
         next(FromLoader([batch], World()).step())
+
+
+@pytest.mark.parametrize("make", [lambda: small_model(0.0), lambda: small_foreign()], ids=["own", "transformers"])
+@pytest.mark.parametrize("given", [("input_ids",), ("input_ids", "labels", "positions", "document_ids")], ids=len)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8, torch.uint16, torch.uint32])
+def test_ids_of_another_integer_dtype_train_as_int64(make, given: tuple[str, ...], dtype: torch.dtype):
+    """uint8 and uint16 cannot hold the label -100 of a row's last token."""
+    every = {
+        "input_ids": torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(0)),
+        "labels": torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(1)),
+        "positions": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2),
+        "document_ids": torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]] * 2),
+    }
+    found = []
+    for wanted in (torch.int64, dtype):
+        batch = {name: every[name].to(wanted) for name in given}
+        (made,) = FromLoader([batch], World()).step()
+        assert made.input_ids.dtype == made.labels.dtype == torch.int64
+        model = make()
+        model(**made.arguments()).loss.backward()
+        found.append([made.labels, *(p.grad for p in model.parameters())])
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(want, got)
 
 
 def test_a_batch_of_transformers_collator_is_refused():

@@ -152,6 +152,16 @@ def test_files_that_are_not_trained_on_are_said(tmp_path, capsys):
         )
 
 
+@pytest.mark.parametrize(("batch", "told"), [(16, 0), (32, 1)])
+def test_a_batch_larger_than_the_text_is_told_once(tmp_path, capsys, batch: int, told: int):
+    (tmp_path / "book.txt").write_text("".join(f"{n} times 7 is {7 * n}.\n" for n in range(40)))
+    where = ["--data", str(tmp_path / "book.txt"), "--runs", str(tmp_path), "--no-save"]
+    some = ["--tp", "1", "--steps", "2", "--sample", "0", "--batch", str(batch)]
+    assert cli.main(["train", *TINY, *some, *where]) == 0
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("more than once") == told
+
+
 def test_a_run_repeats_itself_and_replaces_its_outputs(corpus, tmp_path):
     arguments = [
         "train",

@@ -71,6 +71,24 @@ def trained(tmp_path_factory) -> dict[str, tuple]:
     return found
 
 
+@pytest.mark.parametrize("skipped", [True, False])
+def test_the_reference_moves_no_bias_in_a_step_that_the_run_skipped(tokens, monkeypatch, skipped):
+    models: list[torch.nn.Module] = []
+    build = verify.build
+
+    def kept(*args):
+        models.append(build(*args))
+        return models[-1]
+
+    monkeypatch.setattr(verify, "build", kept)
+    config = parse(f"{TINY} --dtype fp16 --experts 4 --expert-width 8 --balance-bias 0.5".split())
+    record = {"loss_scale": 1.0, "grad_norm": None if skipped else 1.0}
+    (found,) = reference_steps(config, tokens, 1, CPU, follow=[record])
+    biases = [buffer for name, buffer in models[0].named_buffers() if name.endswith("router.bias")]
+    assert math.isinf(found["grad_norm"]) == skipped and len(biases) == 1
+    assert bool(biases[0].any()) != skipped
+
+
 def test_the_bound_follows_the_derivation():
     config = parse(["--layers", "2", "--width", "64", "--mlp-width", "128", "--batch", "4", "--length", "64"])
     one_step = 2**-24 + math.sqrt(40 * 256) * 2**-24
@@ -95,6 +113,16 @@ def test_the_same_numbers_are_equal():
     result = compare(parse([]), REFERENCE, REFERENCE, SHAKEN)
     assert result.passed and result.steps == result.of == 3
     assert result.max_loss_difference == result.max_grad_norm_difference == result.share_of_bound == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "unit"),
+    [("", "nats/byte"), ("--tokenizer folder", "nats/token"), ("--vocab-size 9 --data ids.npy", "nats/token")],
+)
+def test_a_difference_of_losses_is_per_byte_only_if_tokens_are_bytes(options, unit):
+    off = differing(REFERENCE, 1, loss=1.01)
+    said = compare(parse(options.split()), off, REFERENCE, SHAKEN).in_words()
+    assert said.startswith(f"NOT EQUAL: loss differs by at most 4.0e-02 {unit}, gradient norm by 0.0e+00 (relative), ")
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])

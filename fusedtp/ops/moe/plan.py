@@ -55,6 +55,7 @@ class Exchange(NamedTuple):
     bound        the requested bound on rows, the same on all ranks; -1: none
     comm_dtype   the format in which rows travel to their experts, see fp8.py
     several      one of several rounds: no rows are kept from an input pass to a weight pass
+    limit        what the bound follows from, such as "recv_capacity = 1.25", for an error; default: max_rows itself
     """
 
     group: str
@@ -68,6 +69,7 @@ class Exchange(NamedTuple):
     bound: int = -1
     comm_dtype: str = ""
     several: bool = False
+    limit: str = ""
 
     @classmethod
     def of(cls, spec: Spec, max_rows: int) -> Exchange:
@@ -173,8 +175,12 @@ def make_plan(
     layer: str = "",
     weights_sum: float | None = None,
     comm_dtype: str = "",
+    limit: str = "",
 ) -> tuple[RoutingPlan, Exchange]:
-    """Check the arguments of moe_dispatch and make the plan of all ranks. Does not check whether there is room."""
+    """Check the arguments of moe_dispatch and make the plan of all ranks. Does not check whether there is room.
+
+    limit   what max_rows follows from, as in Exchange
+    """
     check_choices(x, expert_ids, weights, num_experts, at)
     who = f"rank {at.rank}: "
     if num_experts < 1 or num_experts % at.world_size:
@@ -196,7 +202,9 @@ def make_plan(
         _check_sums(ids, weights.detach(), weights_sum, at)
     bound = -1 if max_rows is None else max_rows
     chosen = _engine_of(at.name, engine, x.dtype)
-    where = Exchange(at.name, at.rank, counts, num_experts, ids.shape[1], 0, chosen, layer, bound, comm_dtype)
+    where = Exchange(
+        at.name, at.rank, counts, num_experts, ids.shape[1], 0, chosen, layer, bound, comm_dtype, limit=limit
+    )  # fmt: skip
     where = where._replace(max_rows=where.recv_capacity)
     return RoutingPlan(*moe_plan(where.spec, ids, where.max_rows)), where
 
@@ -401,10 +409,10 @@ class Blocks:
     def check_room(self, at: Exchange) -> None:
         """Raises ValueError, on all ranks, if any owner has more rows than it has room for."""
         for owner, rows in enumerate(self.rows):
-            if rows > at.recv_capacity:
+            if rows > (room := at.recv_capacity):
+                limit = f"{room} by {at.limit}" if at.limit else f"max_rows = {room}"
                 raise ValueError(
-                    f"rank {at.rank}: {rows} rows go to the experts of rank {owner}, which has room for max_rows = "
-                    f"{at.recv_capacity}"
+                    f"rank {at.rank}: {rows} rows go to the experts of rank {owner}, which has room for {limit}"
                 )
 
     def of(self, source: int) -> list[Block]:
