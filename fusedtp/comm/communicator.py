@@ -26,6 +26,7 @@ from .draws import Draws
 from .errors import PeerFailed, SignalTimeout
 from .process_world import ProcessWorld
 from .signature import MAX_SIZES, Signature, compare
+from .streams import has_streams
 from .virtual_world import BEFORE_RUNS, GROUPS, ThreadWorld, VirtualGroup
 from .workspace import COMPARED_CALLS, Workspace
 
@@ -218,9 +219,19 @@ def communicator(group: Group) -> Communicator:
     world = ThreadWorld(group) if isinstance(group, VirtualGroup) else ProcessWorld(group)
     made = Communicator(world)
     with _registry_lock:
+        _join_order(made)
         _registry[made.name] = made
     weakref.finalize(group, _forget, made.name, id(made))
     return made
+
+
+def _join_order(made: Communicator) -> None:
+    """Order the calls of a new group and of this rank's others: Note [One order for all groups] in streams.py."""
+    if not made.has_workspace or not has_streams(made.device):
+        return
+    others = [other for other in list(_registry.values()) if other.has_workspace]
+    shared = (other.workspace for other in others if other.world.stream_owner == made.world.stream_owner)
+    made.workspace.join_order(next(shared, None))
 
 
 def _known(group: Group) -> Communicator | None:

@@ -66,6 +66,11 @@ class ProcessWorld:
             raise RuntimeError(f"the process group {self.name!r} was destroyed")
         return group
 
+    @property
+    def stream_owner(self) -> torch.device:
+        """Equal for all groups of one rank on one device; see Note [One order for all groups] in streams.py."""
+        return self.device
+
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's picklable value, in rank order."""
         out: list[Any] = [None] * self.world_size

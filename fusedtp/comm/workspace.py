@@ -133,12 +133,7 @@ class Workspace:
     """The memory that a group shares, and the order of its calls. Constructed collectively by all ranks."""
 
     def __init__(self, world: ProcessWorld | ThreadWorld) -> None:
-        self.world, self.rank, self.world_size, self.device = (
-            world,
-            world.rank,
-            world.world_size,
-            world.device,
-        )
+        self.world, self.rank, self.world_size, self.device = world, world.rank, world.world_size, world.device
         self.peers = tuple((self.rank + step) % self.world_size for step in range(1, self.world_size))
         self.lock = threading.RLock()
         self.number = 0  # calls begun
@@ -148,7 +143,7 @@ class Workspace:
         self.asleep_since: float | None = None  # monotonic time at which the current wait for a peer began
         self.operation = ""  # of the last call
         self.on_cpu = self.device.type == "cpu"
-        self._order = None if self.on_cpu else StreamOrder(self.device)
+        self._order: StreamOrder | None = None  # CUDA: of this rank's calls on its device, see `join_order`
         self._in_graph = False
         self._fused_last = False  # CUDA: whether the last call that used slots was a fused kernel
         self.epochs: int | None = 0  # CUDA: the device's epoch; None once a graph may advance it
@@ -353,6 +348,11 @@ class Workspace:
         if self._order is not None and self._order.enter():
             self._in_graph, self.epochs = True, None
         return self.number
+
+    def join_order(self, other: Workspace | None) -> None:
+        """CUDA: share the order of another group of this rank, or begin one: Note [One order for all groups]."""
+        order = StreamOrder(self.device) if other is None or other._order is None else other._order
+        self._order, self.lock = order, order.lock
 
     def keep_order(self) -> None:
         """Order the current stream after the last call, without slots or comparison. Raises like `check`."""
