@@ -112,13 +112,14 @@ class Communicator:
 
     @property
     def begun(self) -> int:
-        """Calls begun so far on the workspace."""
-        return 0 if self._workspace is None else self._workspace.number
+        """Calls begun so far on the workspace, and plain collectives that compared nothing."""
+        return 0 if self._workspace is None else self._workspace.number + self._workspace.plain
 
     def refuse(self, begun: int) -> None:
         """Notify the peers of an error, unless a call has begun since `begun`: that call has notified them."""
-        if self.has_workspace and self.workspace.number == begun:
-            self.workspace.refuse()
+        if self.has_workspace and self.begun == begun:
+            with _disable_current_modes():
+                self.workspace.refuse()
 
     @contextmanager
     def agreed(self, signature: Signature) -> Iterator[None]:
@@ -309,9 +310,9 @@ def alone(device_type: str) -> Place:
 
 
 def propagate_errors(at: Place) -> AbstractContextManager[None]:
-    """Around one operation: a rank that raises in here before any call has begun notifies its peers (CPU).
+    """Around one operation: a rank that raises in here before any call has begun notifies its peers.
 
-    They raise PeerFailed at once, and the group stays usable: Note [Refused calls] in workspace.py.
+    They raise PeerFailed: on CPU at once, and the group stays usable. Note [Refused calls] in workspace.py.
     """
     return nullcontext() if torch.compiler.is_compiling() or not at.name else _PropagateErrors(_registry[at.name])
 
