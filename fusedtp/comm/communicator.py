@@ -5,11 +5,12 @@ The first call for a group is collective (memory is mapped). Later behaviour dep
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import monotonic
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ from .virtual_world import BEFORE_RUNS, GROUPS, ThreadWorld, VirtualGroup
 from .workspace import COMPARED_CALLS, Workspace
 
 Group = dist.ProcessGroup | DeviceMesh | VirtualGroup | str
+Facts = dict[str, tuple[Any, str]]  # name -> (value that ranks compare, the same in words)
+RANK_FACTS: list[Callable[[torch.device], Facts]] = []  # hooks: what ranks tell each other when a group is made
 _NO_SPAN = nullcontext()
 
 
@@ -69,6 +72,7 @@ class Communicator:
         self.exchanges: dict[tuple[str, torch.dtype], str] = {}  # engines of experts, see ops/moe/plan.py
         self.draws = Draws()  # random-number state for layers with unequal parts per rank
         self.timeline: list[tuple[str, float, float]] | None = None  # a list here receives (label, begin, end)
+        self.differences: dict[str, str] = {}  # facts in which ranks differ -> which ranks say what; alike on all ranks
         self._workspace: Workspace | None = None
         self.fallback = self._fallback()
 
@@ -80,7 +84,7 @@ class Communicator:
             fault = f"fused operations support at most {MAX_SIZES} ranks"
         if fault is None:
             try:
-                self._workspace = Workspace(self.world)
+                self._workspace = Workspace(self.world, self._compare_facts())
             except (SignalTimeout, PeerFailed):
                 raise
             except (OSError, RuntimeError) as error:  # on all ranks or none
@@ -88,6 +92,19 @@ class Communicator:
         if fault is not None and self.rank == 0:
             warnings.warn(f"fusedtp uses plain collectives for group {self.name!r}: {fault}", stacklevel=4)
         return fault
+
+    def _compare_facts(self) -> bool:
+        """Collective: note the differences between ranks. Returns whether any rank debugs."""
+        debugs = os.environ.get("FUSEDTP_DEBUG", "0") not in ("", "0")
+        told: list[tuple[bool, Facts]] = self.world.exchange((debugs, _facts(self.device)))
+        for name in dict.fromkeys(name for _, facts in told for name in facts):
+            ranks: dict[Any, list[int]] = defaultdict(list)
+            every = [facts.get(name, (None, "unknown")) for _, facts in told]
+            for rank, (value, _) in enumerate(every):
+                ranks[value].append(rank)
+            if len(ranks) > 1:
+                self.differences[name] = ", ".join(f"{every[at[0]][1]} on {_named(at)}" for at in ranks.values())
+        return any(debug for debug, _ in told)
 
     @property
     def workspace(self) -> Workspace:
@@ -177,6 +194,18 @@ class Communicator:
         if self.world_size == 1:
             return copied(x) if bias is None else x + bias
         return self._timed(self.world.all_reduce, x, bias)
+
+
+def _facts(device: torch.device) -> Facts:
+    """What this rank tells its peers; nothing if it cannot find out, because they wait for it."""
+    try:
+        return {name: fact for facts in RANK_FACTS for name, fact in facts(device).items()}
+    except Exception:
+        return {}
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 class AloneWorld:

@@ -136,7 +136,7 @@ def int32(n: int) -> int:
 class Workspace:
     """The memory that a group shares, and the order of its calls. Constructed collectively by all ranks."""
 
-    def __init__(self, world: ProcessWorld | ThreadWorld) -> None:
+    def __init__(self, world: ProcessWorld | ThreadWorld, debug: bool = False) -> None:
         self.world, self.rank, self.world_size, self.device = world, world.rank, world.world_size, world.device
         self.peers = tuple((self.rank + step) % self.world_size for step in range(1, self.world_size))
         self.lock = threading.RLock()
@@ -154,7 +154,7 @@ class Workspace:
         self.epochs: int | None = 0  # CUDA: the device's epoch; None once a graph may advance it
         self.side = None if self.on_cpu or torch.version.hip else SideStream(self.device)
         self.meets = not world.shares_process and runs_kernels(self.device)
-        self.debug = any(world.exchange(os.environ.get("FUSEDTP_DEBUG", "0") not in ("", "0")))
+        self.debug = debug  # the same on all ranks
         self._refused: Call | None = None  # the last call if this rank refused it and has not taken its signals
         self._kept: list[tuple[Region | None, DeviceView | None]] = []
         self._apart(self._make_control_region)
