@@ -23,6 +23,7 @@ import torch
 
 from fusedtp.comm import Communicator
 from fusedtp.comm.communicator import RANK_FACTS, Facts
+from fusedtp.comm.process_world import OVERLAPPING
 from fusedtp.comm.signature import OF_KERNELS
 
 from . import measured
@@ -33,6 +34,11 @@ ENGINES = ("auto", "collective", "chunked", "triton", "multimem")
 SWITCHED: list[str] = []  # operations that have an engine "multimem"; each registers itself
 TABLE, KERNELS, FP8 = "the table of engines", "Triton kernels", "fp8 kernels"  # facts of a rank
 BY_COPY = "triton-copy"  # the fused gather through the copy engine (not for few rows), whatever a table says
+
+_HIDES = (
+    f": {OVERLAPPING} is 1, which ranks need that see one GPU each; let every rank see all GPUs of its group (no "
+    "CUDA_VISIBLE_DEVICES per rank, but torch.cuda.set_device), or "
+)
 
 # Below this many rows a GPU spends more time on flags than it hides, unless a crossover table measured on the machine
 # says otherwise (kraken's reduce-scatter loses to NCCL at 512 rows and wins from 2048 on).
@@ -119,9 +125,10 @@ def choose(
     if engine == "multimem" and operation not in SWITCHED:  # a model may request it for all of its operations
         engine = "triton"
     if engine == "multimem" and not comm.world.shares_process and comm.device.type == "cuda" and not comm.has_switch:
+        why = _HIDES if os.environ.get(OVERLAPPING) == "1" else "; "
         raise ValueError(
             "engine 'multimem' needs GPUs of compute capability 9.0 or later and an NVSwitch with NVLink SHARP, but "
-            "torch's symmetric memory has no multicast address here; use 'triton'"
+            f"torch's symmetric memory has no multicast address here{why}use 'triton'"
         )
     if engine != "auto":
         return Choice(engine, "asked for", _measured(comm, rows, dtype, operation, width).transport)

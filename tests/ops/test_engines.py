@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fusedtp.comm import alone, communicator
+from fusedtp.comm.process_world import OVERLAPPING
 from fusedtp.ops import engines, fp8, measured
 from fusedtp.ops.launch import config
 from fusedtp.ops.moe import grouped
@@ -277,6 +278,20 @@ def test_ranks_whose_launches_are_cut_otherwise_are_told_apart():
             found.add(engines.tables(comm, "triton"))
             assert engines.tables(comm, "chunked") == 0
     assert len(found) == 3
+
+
+@pytest.mark.parametrize("value", ["1", "0", None])
+def test_a_switch_that_ranks_of_one_visible_gpu_cannot_use_is_told_so(value, monkeypatch):
+    """torch makes no multicast address with the variable that the library sets for them."""
+    monkeypatch.delenv(OVERLAPPING, raising=False)
+    if value is not None:
+        monkeypatch.setenv(OVERLAPPING, value)
+    reduces = Rows((8, 8)), FP32, "matmul_all_reduce", 64
+    with machine(), pytest.raises(ValueError, match="has no multicast address here") as told:
+        engines.choose(group("cuda", switch=False), "multimem", *reduces)
+    assert (OVERLAPPING in str(told.value) and "see all GPUs" in str(told.value)) == (value == "1")
+    with machine():
+        assert engines.choose(group("cuda"), "multimem", *reduces).engine == "multimem"
 
 
 TABLE, KERNELS, FP8 = engines.TABLE, engines.KERNELS, engines.FP8
