@@ -5,11 +5,12 @@ The first call for a group is collective (memory is mapped). Later behaviour dep
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import monotonic
 from typing import Any, NamedTuple
@@ -26,10 +27,13 @@ from .draws import Draws
 from .errors import PeerFailed, SignalTimeout
 from .process_world import ProcessWorld
 from .signature import MAX_SIZES, Signature, compare
+from .streams import has_streams
 from .virtual_world import BEFORE_RUNS, GROUPS, ThreadWorld, VirtualGroup
 from .workspace import COMPARED_CALLS, Workspace
 
 Group = dist.ProcessGroup | DeviceMesh | VirtualGroup | str
+Facts = dict[str, tuple[Any, str]]  # name -> (value that ranks compare, the same in words)
+RANK_FACTS: list[Callable[[torch.device], Facts]] = []  # hooks: what ranks tell each other when a group is made
 _NO_SPAN = nullcontext()
 
 
@@ -68,6 +72,7 @@ class Communicator:
         self.exchanges: dict[tuple[str, torch.dtype], str] = {}  # engines of experts, see ops/moe/plan.py
         self.draws = Draws()  # random-number state for layers with unequal parts per rank
         self.timeline: list[tuple[str, float, float]] | None = None  # a list here receives (label, begin, end)
+        self.differences: dict[str, str] = {}  # facts in which ranks differ -> which ranks say what; alike on all ranks
         self._workspace: Workspace | None = None
         self.fallback = self._fallback()
 
@@ -79,7 +84,7 @@ class Communicator:
             fault = f"fused operations support at most {MAX_SIZES} ranks"
         if fault is None:
             try:
-                self._workspace = Workspace(self.world)
+                self._workspace = Workspace(self.world, self._compare_facts())
             except (SignalTimeout, PeerFailed):
                 raise
             except (OSError, RuntimeError) as error:  # on all ranks or none
@@ -87,6 +92,19 @@ class Communicator:
         if fault is not None and self.rank == 0:
             warnings.warn(f"fusedtp uses plain collectives for group {self.name!r}: {fault}", stacklevel=4)
         return fault
+
+    def _compare_facts(self) -> bool:
+        """Collective: note the differences between ranks. Returns whether any rank debugs."""
+        debugs = os.environ.get("FUSEDTP_DEBUG", "0") not in ("", "0")
+        told: list[tuple[bool, Facts]] = self.world.exchange((debugs, _facts(self.device)))
+        for name in dict.fromkeys(name for _, facts in told for name in facts):
+            ranks: dict[Any, list[int]] = defaultdict(list)
+            every = [facts.get(name, (None, "unknown")) for _, facts in told]
+            for rank, (value, _) in enumerate(every):
+                ranks[value].append(rank)
+            if len(ranks) > 1:
+                self.differences[name] = ", ".join(f"{every[at[0]][1]} on {_named(at)}" for at in ranks.values())
+        return any(debug for debug, _ in told)
 
     @property
     def workspace(self) -> Workspace:
@@ -111,13 +129,14 @@ class Communicator:
 
     @property
     def begun(self) -> int:
-        """Calls begun so far on the workspace."""
-        return 0 if self._workspace is None else self._workspace.number
+        """Calls begun so far on the workspace, and plain collectives that compared nothing."""
+        return 0 if self._workspace is None else self._workspace.number + self._workspace.plain
 
     def refuse(self, begun: int) -> None:
         """Notify the peers of an error, unless a call has begun since `begun`: that call has notified them."""
-        if self.has_workspace and self.workspace.number == begun:
-            self.workspace.refuse()
+        if self.has_workspace and self.begun == begun:
+            with _disable_current_modes():
+                self.workspace.refuse()
 
     @contextmanager
     def agreed(self, signature: Signature) -> Iterator[None]:
@@ -177,6 +196,18 @@ class Communicator:
         return self._timed(self.world.all_reduce, x, bias)
 
 
+def _facts(device: torch.device) -> Facts:
+    """What this rank tells its peers; nothing if it cannot find out, because they wait for it."""
+    try:
+        return {name: fact for facts in RANK_FACTS for name, fact in facts(device).items()}
+    except Exception:
+        return {}
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
 class AloneWorld:
     """The world of calls without a group: a single rank."""
 
@@ -218,9 +249,19 @@ def communicator(group: Group) -> Communicator:
     world = ThreadWorld(group) if isinstance(group, VirtualGroup) else ProcessWorld(group)
     made = Communicator(world)
     with _registry_lock:
+        _join_order(made)
         _registry[made.name] = made
     weakref.finalize(group, _forget, made.name, id(made))
     return made
+
+
+def _join_order(made: Communicator) -> None:
+    """Order the calls of a new group and of this rank's others: Note [One order for all groups] in streams.py."""
+    if not made.has_workspace or not has_streams(made.device):
+        return
+    others = [other for other in list(_registry.values()) if other.has_workspace]
+    shared = (other.workspace for other in others if other.world.stream_owner == made.world.stream_owner)
+    made.workspace.join_order(next(shared, None))
 
 
 def _known(group: Group) -> Communicator | None:
@@ -298,9 +339,9 @@ def alone(device_type: str) -> Place:
 
 
 def propagate_errors(at: Place) -> AbstractContextManager[None]:
-    """Around one operation: a rank that raises in here before any call has begun notifies its peers (CPU).
+    """Around one operation: a rank that raises in here before any call has begun notifies its peers.
 
-    They raise PeerFailed at once, and the group stays usable: Note [Refused calls] in workspace.py.
+    They raise PeerFailed: on CPU at once, and the group stays usable. Note [Refused calls] in workspace.py.
     """
     return nullcontext() if torch.compiler.is_compiling() or not at.name else _PropagateErrors(_registry[at.name])
 

@@ -6,7 +6,7 @@ Imports triton and the kernels lazily: groups work without Triton too, with othe
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import PeerFailed, SignalTimeout, SignatureMismatch, TooManyRows
 from .launching import Repeated, on
+from .signature import RAISED
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class DeviceView:
         return {}
 
 
+OTHER_SIGNATURE, TOO_MANY_ROWS, ARRIVAL = 2, 3, -1  # codes that kernels record, as in kernels/signals.py
 MOST_PARTS = 8  # of a call; each part has counters of finished programs
 MOST_MEETINGS = 1024  # cached; if sizes change from call to call, so do signatures
 
@@ -119,3 +122,39 @@ def meet(view: DeviceView, rank: int, world_size: int, sig: int) -> None:
         view.meetings[sig] = kernel
     with on(device):
         kernel.start(device)
+
+
+def announce(epoch: Tensor, arrivals: Iterable[Tensor], sig: int) -> None:
+    """On the current stream, store this rank's arrival in its next call, without waiting for its peers' and without
+    beginning the call: Note [Refused calls] in workspace.py.
+
+    epoch      as in DeviceView
+    arrivals   for each peer, int64 [2]: this rank's arrival words in its memory
+
+    No data goes with it, so plain stores are enough: they are visible to the peers at the end of torch's kernel.
+    """
+    number = epoch[0].to(torch.int64)
+    arrival = (number & 0xFFFFFFFF) | (sig << 32)
+    of_call = torch.arange(2, device=epoch.device) == (number & 1)
+    for words in arrivals:  # the other parity keeps the word that only this rank writes
+        words.copy_(torch.where(of_call, arrival, words))
+
+
+def recorded_error(status: Tensor, rank: int, group: str) -> Exception:
+    """The error that a kernel of this rank has recorded in `status`, see DeviceView."""
+    code, peer, chunk, wanted, seen = (int(v) for v in status[:5])
+    unusable = f"the group {group!r} cannot be used again"
+    if code == TOO_MANY_ROWS:
+        return TooManyRows(
+            f"rank {rank}: {seen} rows go to the experts of rank {peer}, which has room for max_rows = {wanted} (a "
+            f"layer's recv_capacity sets it, too); {unusable}"
+        )
+    if code == OTHER_SIGNATURE and RAISED.hash32 in (wanted, seen):
+        culprit = peer if seen == RAISED.hash32 else rank
+        return PeerFailed(f"rank {rank}: rank {culprit} raised in a call that other ranks continued; {unusable}")
+    what = "had published another signature" if code == OTHER_SIGNATURE else "had not signalled"
+    kind = SignatureMismatch if code == OTHER_SIGNATURE else SignalTimeout
+    where = "arrival" if chunk == ARRIVAL else f"chunk {chunk}"
+    return kind(
+        f"rank {rank}: a kernel waited for rank {peer}, which {what} ({where}: wanted {wanted}, saw {seen}); {unusable}"
+    )

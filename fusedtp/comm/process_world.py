@@ -36,6 +36,7 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 EXIT_SECONDS = 0.05
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # if it is 1, torch makes no multicast addresses
 FABRIC_SINCE = (2, 9)  # from here on torch's symmetric memory passes fabric handles
 FABRIC_HANDLE, FABRIC_BYTES, FABRIC_COMPLETE = 8, 64, 3  # of CUmemAllocationHandleType; NVML_GPU_FABRIC_STATE_COMPLETED
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of CUdevice_P2PAttribute
@@ -65,6 +66,11 @@ class ProcessWorld:
         if group is None:
             raise RuntimeError(f"the process group {self.name!r} was destroyed")
         return group
+
+    @property
+    def stream_owner(self) -> torch.device:
+        """Equal for all groups of one rank on one device; see Note [One order for all groups] in streams.py."""
+        return self.device
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's picklable value, in rank order."""
@@ -194,7 +200,7 @@ class ProcessWorld:
             fault = f"rank {self.rank} cannot tell whether its GPU can access its peers' memory: {error}"
         uuids, indices = {peer for peer, _, _ in told}, {there for _, there, _ in told}
         if len(uuids) == self.world_size > len(indices):  # torch would take equal indices for the same GPU
-            os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+            os.environ.setdefault(OVERLAPPING, "1")
         return first_fault(self.exchange(fault))
 
     def has_died(self, p: int) -> bool:

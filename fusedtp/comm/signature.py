@@ -91,6 +91,9 @@ class Signature:
         return _hash32(self)
 
 
+RAISED = Signature(FAILED, "collective", torch.float32, 0, ())  # CUDA: of a rank that raised before its kernel
+
+
 @lru_cache(256)
 def _template(s: Signature) -> np.ndarray:
     out = np.zeros(NUM_WORDS, np.int64)

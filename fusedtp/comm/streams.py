@@ -1,8 +1,19 @@
-"""The order of a group's calls on CUDA streams."""
+"""The order of a rank's calls on CUDA streams.
+
+Note [One order for all groups]
+A fused kernel may fill the GPU while it waits for its peers. If two kernels, of one group or of two, were in flight on
+two streams, one rank might run the first and another rank the second, and each would wait for a kernel that finds no
+room on the other rank. So a rank's calls on a device run one after another, whatever their groups and streams. All
+groups of the rank share one StreamOrder, which communicator.py hands on from group to group. Ranks of a virtual world
+have one each, because they must run at the same time.
+
+This is safe only if all ranks make the calls of the groups that they share in the same order: docs/guide.md.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,19 +26,26 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether work on `device` is enqueued on streams."""
+    return device.type == "cuda"
+
+
 def is_capturing() -> bool:
     """Whether the current stream is being captured; False if CUDA is not initialized."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class StreamOrder:
-    """CUDA: calls of one group run in the host's order, whatever streams of `device` they are on.
+    """CUDA: a rank's calls run in the host's order, whatever streams of `device` they are on.
 
     The current stream is identified by its handle: making a Stream object twice per call costs more than a launch.
+
+    lock   held from `enter` to `leave`
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.lock = device, threading.RLock()
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._handle, self._stream = -1, None  # type: int, torch.cuda.Stream | None
         self._event: torch.cuda.Event | None = None  # where the last call ended; None: nothing to wait for

@@ -36,12 +36,21 @@ class Ranks:
     """Threads that act as ranks on one device: all ranks of a VirtualWorld, or some of them.
 
     on_device   number of ranks on the device, which must run concurrently
+    threads     the identity of each rank's thread: (id of its VirtualWorld, rank in it). None: this is that world
     """
 
-    def __init__(self, world_size: int, device: torch.device, timeout_s: float | None, on_device: int) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float | None,
+        on_device: int,
+        threads: list[tuple[int, int]] | None = None,
+    ) -> None:
         self.world_size, self.device, self.timeout_s = world_size, device, timeout_s
         self.on_device = on_device
         self.id = next(_ids)
+        self.threads = threads or [(self.id, rank) for rank in range(world_size)]
         self.barrier = threading.Barrier(world_size)
         self.board: list[Any] = [None] * world_size
         self.arrivals = [0] * world_size  # at the barrier, by rank
@@ -55,7 +64,8 @@ class Ranks:
         """The sub-group of these ranks, in this order; all callers get the same object."""
         with self._lock:
             if ranks not in self._parts:
-                made = Ranks(len(ranks), self.device, self.timeout_s, self.on_device)
+                threads = [self.threads[rank] for rank in ranks]
+                made = Ranks(len(ranks), self.device, self.timeout_s, self.on_device, threads)
                 for rank in [rank for rank in self.raised if rank in ranks]:
                     made.give_up(ranks.index(rank))
                 for rank in self.left.intersection(ranks):
@@ -254,6 +264,7 @@ class ThreadWorld:
         self.group_ref = weakref.ref(group)  # a destroyed group may leave its name to another
         self.rank, self.world_size, self.name = group.rank(), group.size(), group.group_name
         self.device = group.device
+        self.stream_owner = group._world.threads[self.rank]
         self.ranks_per_device = group._world.on_device
         self.timeout_s = group._world.timeout_s or MEETING_SECONDS
         self.operation_timeout_s = group._world.timeout_s

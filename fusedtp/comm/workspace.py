@@ -72,6 +72,12 @@ takes part in that call by signalling "refused" to every peer, and raises at onc
 begins its next call. (Its peers may have the same fault, or come much later.) Every peer sees the refusal, so none
 continues to a step that needs all ranks, such as growing.
 
+On a GPU it stores an arrival with the signature of Note [Failed calls] where its peers' kernels will look for its
+arrival in that call. Neither host nor stream waits: the peers may be in a plain collective, which compares nothing.
+Before its next call it launches the meeting kernel of the refused one and waits for it. If only some ranks have
+refused, the group is then unusable, as after a failed call. Ranks of a virtual world on a GPU do not refuse, nor do
+ranks without Triton.
+
 Note [Inference mode]
 Tensors that a workspace keeps are made outside of inference mode. A view made inside it cannot be written outside, so a
 group that first ran in a validation loop could not train.
@@ -102,13 +108,13 @@ from torch import Tensor
 
 from . import device_view, semaphore
 from .copies import Copies
-from .device_view import DeviceView, epoch_words, runs_kernels
-from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch, TooManyRows
+from .device_view import OTHER_SIGNATURE, DeviceView, epoch_words, runs_kernels
+from .errors import PeerDied, PeerFailed, SignalTimeout, SignatureMismatch
 from .launching import on
 from .memory import Region, round_up
 from .process_world import ProcessWorld
 from .semaphore import LIBC
-from .signature import FAILED, OF_KERNELS, REFUSED, Signature, compare, failure_words, operation_of, published_bytes
+from .signature import OF_KERNELS, RAISED, REFUSED, Signature, compare, failure_words, operation_of, published_bytes
 from .streams import SideStream, StreamOrder, finish, is_capturing
 from .virtual_world import ThreadWorld
 
@@ -118,10 +124,8 @@ DEFAULT_TIMEOUT_S = 600.0
 COMPARED_CALLS = 16  # see Note [Signatures]
 # A waiter polls for this long, yielding the core in between, before it sleeps: waking up takes 50 us.
 SPIN_SECONDS = 100e-6
-OTHER_SIGNATURE, TOO_MANY_ROWS, ARRIVAL = 2, 3, -1  # codes that kernels record, as in kernels/signals.py
 T = TypeVar("T")
 NOTHING = Signature(REFUSED, "collective", torch.float32, 0, ())
-RAISED = Signature(FAILED, "collective", torch.float32, 0, ())  # CUDA: of a rank that raised before its kernel
 
 
 def int32(n: int) -> int:
@@ -132,29 +136,25 @@ def int32(n: int) -> int:
 class Workspace:
     """The memory that a group shares, and the order of its calls. Constructed collectively by all ranks."""
 
-    def __init__(self, world: ProcessWorld | ThreadWorld) -> None:
-        self.world, self.rank, self.world_size, self.device = (
-            world,
-            world.rank,
-            world.world_size,
-            world.device,
-        )
+    def __init__(self, world: ProcessWorld | ThreadWorld, debug: bool = False) -> None:
+        self.world, self.rank, self.world_size, self.device = world, world.rank, world.world_size, world.device
         self.peers = tuple((self.rank + step) % self.world_size for step in range(1, self.world_size))
         self.lock = threading.RLock()
         self.number = 0  # calls begun
+        self.plain = 0  # plain collectives that compared nothing
         self.failed: Exception | None = None
         self.timeout_s = getattr(world, "operation_timeout_s", None) or DEFAULT_TIMEOUT_S
         self.wait_seconds = 0.0  # host time spent asleep in waits for peers
         self.asleep_since: float | None = None  # monotonic time at which the current wait for a peer began
         self.operation = ""  # of the last call
         self.on_cpu = self.device.type == "cpu"
-        self._order = None if self.on_cpu else StreamOrder(self.device)
+        self._order: StreamOrder | None = None  # CUDA: of this rank's calls on its device, see `join_order`
         self._in_graph = False
         self._fused_last = False  # CUDA: whether the last call that used slots was a fused kernel
         self.epochs: int | None = 0  # CUDA: the device's epoch; None once a graph may advance it
         self.side = None if self.on_cpu or torch.version.hip else SideStream(self.device)
         self.meets = not world.shares_process and runs_kernels(self.device)
-        self.debug = any(world.exchange(os.environ.get("FUSEDTP_DEBUG", "0") not in ("", "0")))
+        self.debug = debug  # the same on all ranks
         self._refused: Call | None = None  # the last call if this rank refused it and has not taken its signals
         self._kept: list[tuple[Region | None, DeviceView | None]] = []
         self._apart(self._make_control_region)
@@ -347,17 +347,23 @@ class Workspace:
         """Under the lock: the number of the next call. Raises the error that made the workspace unusable, if any."""
         if self.failed is not None or self._status[0] != 0:
             self.check()
+        if self._order is not None and self._order.enter():
+            self._in_graph, self.epochs = True, None
         if self._refused is not None:
             self._settle()
         self.number += 1
-        if self._order is not None and self._order.enter():
-            self._in_graph, self.epochs = True, None
         return self.number
+
+    def join_order(self, other: Workspace | None) -> None:
+        """CUDA: share the order of another group of this rank, or begin one: Note [One order for all groups]."""
+        order = StreamOrder(self.device) if other is None or other._order is None else other._order
+        self._order, self.lock = order, order.lock
 
     def keep_order(self) -> None:
         """Order the current stream after the last call, without slots or comparison. Raises like `check`."""
         with self.lock:
             self.check()
+            self.plain += 1
             if self._order is not None:
                 self._order.enter()
                 self._order.leave()
@@ -373,57 +379,48 @@ class Workspace:
     def check(self) -> None:
         """Raises the error that made the workspace unusable, if there is one."""
         if self.failed is None and self._status[0] != 0:
-            self._fail_from_status()
+            self.failed = device_view.recorded_error(self.status, self.rank, self.world.name)
         if self.failed is not None:
             raise self.failed
 
-    def _fail_from_status(self) -> None:
-        code, peer, chunk, wanted, seen = (int(v) for v in self.status[:5])
-        if code == TOO_MANY_ROWS:
-            self.failed = TooManyRows(
-                f"rank {self.rank}: {seen} rows go to the experts of rank {peer}, which has room for max_rows = "
-                f"{wanted} (a layer's recv_capacity sets it, too); the group {self.world.name!r} cannot be used again"
-            )
-            return
-        if code == OTHER_SIGNATURE and RAISED.hash32 in (wanted, seen):
-            culprit = peer if seen == RAISED.hash32 else self.rank
-            self.failed = PeerFailed(
-                f"rank {self.rank}: rank {culprit} raised in a call that other ranks continued; the group "
-                f"{self.world.name!r} cannot be used again"
-            )
-            return
-        what = "had published another signature" if code == OTHER_SIGNATURE else "had not signalled"
-        kind = SignatureMismatch if code == OTHER_SIGNATURE else SignalTimeout
-        where = "arrival" if chunk == ARRIVAL else f"chunk {chunk}"
-        self.failed = kind(
-            f"rank {self.rank}: a kernel waited for rank {peer}, which {what} ({where}: wanted {wanted}, "
-            f"saw {seen}); the group {self.world.name!r} cannot be used again"
-        )
-
     def refuse(self) -> None:
-        """CPU: this rank raises instead of making the call that its peers make; see Note [Refused calls]."""
-        with self.lock:
-            if not self.on_cpu or self.failed is not None:
+        """This rank raises instead of making the call that its peers make; see Note [Refused calls]."""
+        with self.lock, suppress(RuntimeError):  # SignalTimeout: the peers have been notified; or the device is lost
+            announces = self.meets and self._status[0] == 0 and not is_capturing()
+            if self.failed is not None or not (self.on_cpu or announces):
                 return
-            try:
-                if self._refused is not None:
-                    self._settle()
-            except SignalTimeout:
-                return  # the group is unusable, and the peers have been notified
+            if self._order is not None:
+                self._order.enter()
+            if self._refused is not None:
+                self._settle()
             self.number += 1
             self._refused = Call(self, NOTHING, 0)
             self._refused.refuse(self.number)
+            if self._order is not None:
+                self._order.leave()
 
     def _settle(self) -> None:
-        """Take the peers' signals of a call that this rank refused."""
+        """Wait for the peers in a call that this rank refused. Raises the error of an unusable group."""
+        if not self.on_cpu and is_capturing():
+            raise RuntimeError("the last call raised before it began; make a call before CUDA graph capture")
         refused, self._refused = self._refused, None
         assert refused is not None
         try:
+            if not self.on_cpu:
+                refused.meet(RAISED)
+                finish(self.device)  # this rank must not arrive again before its peers have seen RAISED
+                self.check()
+                return
             for p in sorted(refused.to_wait):
                 refused.take(p)
         except (SignalTimeout, KeyboardInterrupt) as error:
             self.give_up(refused, error)
             raise
+
+    def arrivals_at(self, p: int) -> Tensor:
+        """int64 [2], by parity of the call: this rank's arrival words in rank p's memory."""
+        words = self.control.buffers[p][self._arrivals_at : self._gone_at].view(torch.int64)
+        return words.view(2, self.world_size)[:, self.rank]
 
     def give_up(self, call: Call, error: BaseException) -> None:
         """Mark the workspace as unusable after a timeout, an interrupt, or copies without their kernel."""
@@ -440,9 +437,9 @@ class Workspace:
             call.meet()
         self._fused_last = fused
 
-    def failure_words(self, number: int, kind: str = FAILED) -> bytes:
-        """The record of a rank that raised."""
-        return failure_words(number, kind)[: self.record_bytes]
+    def failure_words(self, number: int) -> bytes:
+        """The record of a rank that raised in a call."""
+        return failure_words(number)[: self.record_bytes]
 
     def fail_kernels_of_peers(self, number: int, words: bytes) -> None:
         """CPU: make peers' interpreted kernels that wait for this rank's flags leave with a mismatch."""
@@ -771,8 +768,11 @@ class Call:
 
     def refuse(self, number: int) -> None:
         """Signal every peer that this rank raised instead of making this call: Note [Refused calls]."""
+        if not self.on_cpu:
+            device_view.announce(self.ws.epoch, map(self.ws.arrivals_at, self.ws.peers), RAISED.hash32)
+            return
         self._numbered(number)
-        words = self.ws.failure_words(number, REFUSED)
+        words = failure_words(number, REFUSED)[: self.ws.record_bytes]
         self.ws.fail_kernels_of_peers(number, words)
         for p in self.ws.peers:
             self._post(p, words)

@@ -94,7 +94,7 @@ from fusedtp.train.config import (
     with_tokenizer,
 )
 from fusedtp.train.data import Batches, build_tokens, text_faults
-from fusedtp.train.mesh import Place, World, device_type, torchrun_place, world_of
+from fusedtp.train.mesh import Place, World, device_type, sees_one_gpu, torchrun_place, world_of
 from fusedtp.train.pulse import FLIGHT, HANG, RankHung, closed_by_a_peer, record_flight
 from fusedtp.train.watch import RANKS, NotFinite
 
@@ -166,7 +166,7 @@ def machine_faults(config: TrainConfig, dp: int, tp: int, ranks: int, local_rank
     if min(pp, dp, tp) > 0 and pp * dp * tp != ranks and not config.parallel.elastic:
         asked = (f"--pp {pp} x " if pp > 1 else "") + f"--dp {dp} x --tp {tp}"
         found.append(f"{asked} are {pp * dp * tp} ranks, but {ranks} were started")
-    if device == "cuda" and torch.cuda.device_count() < local_ranks:
+    if device == "cuda" and torch.cuda.device_count() < local_ranks and not sees_one_gpu(torchrun_place()):
         found.append(
             f"{local_ranks} ranks on a machine with {torch.cuda.device_count()} GPUs: use fewer ranks or --device cpu"
         )
@@ -310,7 +310,7 @@ def run_rank(config: TrainConfig, dp: int, tp: int, asked: TrainConfig, command:
         follows = isinstance(error, PeerDied) or closed_by_a_peer(error)  # caused by another rank
         if not isinstance(error, told) and not (follows and torchrun_place() is not None):
             traceback.print_exc()
-        elif torchrun_place() is None:
+        elif "TORCHELASTIC_ERROR_FILE" not in os.environ:  # torchrun shows what its ranks record there
             report([" ".join(str(error).split())], command)
         return FAILED
     return 0

@@ -1,8 +1,8 @@
 """Run two computations concurrently.
 
 On a GPU the kernels of the second one go to their own stream: they run while kernels of the first one wait for peers,
-forward and backward (autograd runs a node's backward on the stream of its forward). The second must not use a workspace
-that the first uses too: kernels that share one keep their order and would run one after another.
+forward and backward (autograd runs a node's backward on the stream of its forward). The second must not communicate:
+a rank's fused calls keep their order, and would run one after another.
 
     stream of the caller   x | first: plan .. dispatch .. matmuls .. combine    | joined | sum
     stream beside          . . second: matmuls . . . . . . . . . . . . . . . . .^

@@ -2,6 +2,14 @@
 
 The choice depends only on values that all ranks share: device, whether the group has a workspace, sizes, dtype, and the
 table measured on this machine (measured.py).
+
+Note [Facts of a rank]
+Tables and kinds of GPUs may differ between ranks. Then `auto` could choose `collective` on one rank and `triton` on
+another, and both would wait for the timeout: plain collectives compare signatures only in a group's first calls. So
+ranks exchange these facts when their group is made, together with other things, and `auto` raises on all ranks, for any
+size, if a fact that it depends on differs. It could take rank 0's table instead. But a rank without the user's table is
+a mistake that should be known, fused calls need the same tuned configurations anyway, and ranks with other GPUs have no
+table that is right for both. An engine that is asked for by name depends on none of these facts.
 """
 
 from __future__ import annotations
@@ -14,6 +22,8 @@ from typing import NamedTuple
 import torch
 
 from fusedtp.comm import Communicator
+from fusedtp.comm.communicator import RANK_FACTS, Facts
+from fusedtp.comm.process_world import OVERLAPPING
 from fusedtp.comm.signature import OF_KERNELS
 
 from . import measured
@@ -22,7 +32,13 @@ from .rows import Rows
 
 ENGINES = ("auto", "collective", "chunked", "triton", "multimem")
 SWITCHED: list[str] = []  # operations that have an engine "multimem"; each registers itself
+TABLE, KERNELS, FP8 = "the table of engines", "Triton kernels", "fp8 kernels"  # facts of a rank
 BY_COPY = "triton-copy"  # the fused gather through the copy engine (not for few rows), whatever a table says
+
+_HIDES = (
+    f": {OVERLAPPING} is 1, which ranks need that see one GPU each; let every rank see all GPUs of its group (no "
+    "CUDA_VISIBLE_DEVICES per rank, but torch.cuda.set_device), or "
+)
 
 # Below this many rows a GPU spends more time on flags than it hides, unless a crossover table measured on the machine
 # says otherwise (kraken's reduce-scatter loses to NCCL at 512 rows and wins from 2048 on).
@@ -46,6 +62,40 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def facts(device: torch.device) -> Facts:
+    """What `auto` depends on that ranks may not share: Note [Facts of a rank]."""
+    found: Facts = {TABLE: measured.source(kind_of(device))}
+    if device.type == "cuda" and torch.version.hip:
+        kind = torch.cuda.get_device_properties(device).gcnArchName
+        found |= {KERNELS: (has_triton(), _of_triton()), FP8: (kind, kind)}
+    elif device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        said = f"compute capability {capability[0]}.{capability[1]}"
+        found |= {
+            KERNELS: ((has_triton(), capability >= (8, 0)), f"{said} {_of_triton()}"),
+            FP8: (capability >= (8, 9), said),
+        }
+    return found
+
+
+def _of_triton() -> str:
+    return "with Triton" if has_triton() else "without Triton"
+
+
+RANK_FACTS.append(facts)
+
+
+def check_alike(comm: Communicator, *names: str) -> None:
+    """Raises ValueError, on all ranks, if one of these facts differs between ranks."""
+    for name in names:
+        if name in comm.differences:
+            hint = f"set {measured.ENVIRONMENT} to the same folder on all ranks, or " if name == TABLE else ""
+            raise ValueError(
+                f"engine 'auto' depends on {name}, which ranks of group {comm.name!r} must share: "
+                f"{comm.differences[name]}; {hint}name an engine, such as 'collective'"
+            )
+
+
 def choose(
     comm: Communicator,
     engine: str,
@@ -54,7 +104,8 @@ def choose(
     operation: str = "",
     width: int = 0,
 ) -> Choice:
-    """The engine for one call. Raises ValueError if the requested engine cannot run it; `auto` never raises.
+    """The engine for one call. Raises ValueError if the requested engine cannot run it; `auto` raises only if ranks
+    differ in what it depends on.
 
     operation, width   keys of the crossover table; width is K of a gather, N of a reduction. Without: the defaults
     """
@@ -74,12 +125,15 @@ def choose(
     if engine == "multimem" and operation not in SWITCHED:  # a model may request it for all of its operations
         engine = "triton"
     if engine == "multimem" and not comm.world.shares_process and comm.device.type == "cuda" and not comm.has_switch:
+        why = _HIDES if os.environ.get(OVERLAPPING) == "1" else "; "
         raise ValueError(
             "engine 'multimem' needs GPUs of compute capability 9.0 or later and an NVSwitch with NVLink SHARP, but "
-            "torch's symmetric memory has no multicast address here; use 'triton'"
+            f"torch's symmetric memory has no multicast address here{why}use 'triton'"
         )
     if engine != "auto":
         return Choice(engine, "asked for", _measured(comm, rows, dtype, operation, width).transport)
+    if operation:
+        check_alike(comm, TABLE, KERNELS)
     found = _measured(comm, rows, dtype, operation, width)
     default = _default(comm, rows, dtype, found.reason)
     if not found.engine or (found.engine == "triton" and default.engine == "chunked"):

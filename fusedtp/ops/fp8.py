@@ -248,6 +248,8 @@ def choose(name: str, comm: Communicator, spec: Spec, rows: Rows, shared: Shared
 
     Raises ValueError if the requested engine cannot run.
     """
+    if spec.engine == "auto":
+        engines.check_alike(comm, engines.KERNELS, engines.FP8)
     choice = engines.choose(comm, spec.engine, rows, torch.bfloat16)
     if choice.engine == "triton" and not multiplies(E4M3, comm.device):
         if spec.engine != "auto":

@@ -77,8 +77,8 @@ def linear_call(
     biases   one per weight, or None for none
     act      gated layers only; they have two weights of the same shape
 
-    Raises ValueError for operands that do not fit, TypeError for operands that are not tensors. On CPU, a rank that
-    raises here notifies its peers.
+    Raises ValueError for operands that do not fit, TypeError for operands that are not tensors. A rank that raises here
+    notifies its peers.
     """
     at = place(group)
     traced = torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0

@@ -13,7 +13,8 @@ Note [A table is believed whole or not at all]: all ranks must choose alike, and
 So a file that is damaged, for another machine, or in an unknown format is ignored, with one warning that names the file
 and its fault. A table with an impossible entry is ignored too, with a warning that lists all its faults. Defaults apply
 to everything in it. A digest of the content detects damage (and edits). Ranks that read different tables get an error:
-the digest of the table that determines launches is part of every fused call's signature, as is the engine.
+the digest of the table that determines launches is part of every fused call's signature, and that of the table of
+engines is compared when a group is made: Note [Facts of a rank] in engines.py.
 
 An entry of `engines` applies to an operation, a dtype, a world size, how the ranks run ("processes", or "virtual" on
 one device) and the width of the exchanged tensor: K of a gather, N of a reduction. Its fields are
@@ -22,8 +23,8 @@ one device) and the width of the exchanged tensor: K of a gather, N of a reducti
     transports   [[0, "programs"], [8192, "copy"]]        of the fused gather; optional
     seconds      [[512, {"collective": 1e-4, ...}], ...]  the medians from which it was derived
 
-Ranks share all inputs of the lookup, so they choose alike; the engine is part of a call's signature, so that different
-tables are detected. A width between two measured ones takes the nearer, if that is within a factor of four.
+Ranks share all inputs of the lookup and have compared the table, so they choose alike. A width between two measured
+ones takes the nearer, if that is within a factor of four.
 """
 
 from __future__ import annotations
@@ -269,7 +270,7 @@ def hold(transport: str | None) -> None:
 
 @lru_cache(4096)
 def _find(machine: str, key: Key, rows: int, width: int) -> Found:
-    how, entries = _table(machine)
+    how, entries, _ = _table(machine)
     if not how:
         return NOTHING
     widths = entries.get(key, {})
@@ -293,9 +294,14 @@ def forget() -> None:
     renew()
 
 
+def source(machine: str) -> tuple[int, str]:
+    """The table in use for this kind of machine: its digest and its name, or 0 and "none"."""
+    return _table(machine)[2]
+
+
 @cache
-def _table(machine: str) -> tuple[str, dict[Key, dict[int, dict[str, Any]]]]:
-    """How the table was made ("" if there is none), and its entries."""
+def _table(machine: str) -> tuple[str, dict[Key, dict[int, dict[str, Any]]], tuple[int, str]]:
+    """How the table was made ("" if there is none), its entries, and its `source`."""
     entries: dict[Key, dict[int, dict[str, Any]]] = {}
     for name, how in (("engines", "measured"), ("predicted", "predicted")):
         table = read(name, machine, lambda entry: faults(entry, machine))
@@ -303,8 +309,8 @@ def _table(machine: str) -> tuple[str, dict[Key, dict[int, dict[str, Any]]]]:
             for entry in table.entries:
                 key = Key(*(entry[field] for field in Key._fields))
                 entries.setdefault(key, {})[entry["width"]] = entry
-            return how, entries
-    return "", entries
+            return how, entries, (table.digest, f"{table.path} ({how})")
+    return "", entries, (0, "none")
 
 
 def faults(entry: dict[str, Any], machine: str) -> Faults:

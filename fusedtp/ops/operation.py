@@ -283,7 +283,7 @@ class Operation:
     def _run(self, spec: Spec, operands: tuple[Any, ...], plan: Plan | None) -> Any:
         """Call the engine's function, in the operands' own dtype and without autograd.
 
-        On CPU, a rank that raises before its call has begun notifies its peers, as in `propagate_errors`.
+        A rank that raises before its call has begun notifies its peers, as in `propagate_errors`.
         """
         comm = registered(spec.group) if plan is None else plan.comm
         begun = comm.begun

@@ -31,7 +31,8 @@ from torch.distributed.distributed_c10d import (
 
 import fusedtp
 from fusedtp.comm import communicator
-from fusedtp.comm.process_world import let_gloo_end
+from fusedtp.comm.memory import host_identity
+from fusedtp.comm.process_world import gpu_uuid, let_gloo_end
 from fusedtp.ops import engines
 
 AXES = ("pp", "dp", "dp_replicate", "dp_shard", "tp")
@@ -267,6 +268,28 @@ def torchrun_place() -> Place | None:
     return Place(rank, int(local_rank), ranks, int(local_ranks))
 
 
+def sees_one_gpu(place: Place | None) -> bool:
+    """Whether the launcher of this rank shows each rank of a machine only one GPU, as Slurm's --gpus-per-task=1 does.
+
+    It may show the same one to several: `claim_gpu` finds out.
+    """
+    return place is not None and place.local_ranks > 1 and torch.cuda.device_count() == 1
+
+
+def claim_gpu(store: Any, rank: int) -> None:
+    """Raises ValueError if another rank of the job has claimed the only GPU that this rank sees. Waits for no rank.
+
+    store   the job's, of torch.distributed
+    """
+    uuid = gpu_uuid(0)
+    holder = int(store.compare_set(f"fusedtp/gpu/{host_identity()}/{uuid}", "", str(rank)))
+    if holder != rank:
+        raise ValueError(
+            f"ranks {holder} and {rank} see one GPU each, and it is the same one ({uuid}): give each rank a GPU of its "
+            "own, show all GPUs to all ranks, or use fewer ranks or --device cpu"
+        )
+
+
 def meshes(
     device: str,
     dp: int,
@@ -345,17 +368,25 @@ def world_of(
 
     timeout   seconds that a rank waits for others within a step
     After an error the process groups are not destroyed: the process ends, and torchrun ends its peers.
+    Raises ValueError if ranks share a GPU.
     """
     place = torchrun_place() or Place()
-    here = torch.device(device, place.local_rank) if device == "cuda" else torch.device(device)
+    alone = device == "cuda" and sees_one_gpu(place)
+    here = torch.device(device, 0 if alone else place.local_rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(here)
     if pp * dp * tp == 1:
         yield World(device=here)
         return
     let_gloo_end()
+    by: dict[str, Any] = {}
+    if alone:  # before NCCL starts, which does not say which ranks share a GPU
+        store = next(dist.rendezvous("env://"))[0]  # type: ignore[attr-defined]
+        claim_gpu(store, place.rank)
+        prefixed = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
+        by = dict(store=prefixed, rank=place.rank, world_size=place.ranks)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", device_id=here if device == "cuda" else None
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", device_id=here if device == "cuda" else None, **by
     )
     ep = ep or tp
     mesh, flat = meshes(device, dp, tp, ep, pp, dp_replicate, timeout)

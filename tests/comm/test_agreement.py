@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from importlib import import_module
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -181,3 +183,28 @@ def test_a_group_that_takes_a_destroyed_one_s_name_has_memory_of_its_own(tmp_pat
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], told
+
+
+def differences(group, fact: str | None) -> dict[str, str]:
+    """Of ranks that tell this fact of themselves; None: it cannot be found out."""
+
+    def facts(device: torch.device) -> dict[str, tuple[int, str]]:
+        if fact is None:
+            raise OSError("unknown")
+        return {"a fact": (len(fact), fact), "another": (0, "the same")}
+
+    with patch.object(import_module("fusedtp.comm.communicator"), "RANK_FACTS", [facts]):
+        return communicator(group).differences
+
+
+def test_ranks_learn_in_what_they_differ_when_their_group_is_made():
+    def told(*facts: str | None) -> dict[str, str]:
+        first, *others = world(3).run(differences, PerRank(facts), fresh=True)
+        assert others == [first] * 2
+        return first
+
+    assert told("a", "a", "b") == {}, "values are compared, not words"
+    assert told("a", "long", "b") == {"a fact": "a on ranks 0, 2, long on rank 1"}
+    others = "on ranks 0, 2, unknown on rank 1"
+    assert told("a", None, "b") == {"a fact": f"a {others}", "another": f"the same {others}"}
+    assert set(told(None, "a", "b")) == {"a fact", "another"}

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import fusedtp
-from fusedtp.comm import Signature, VirtualWorld, communicator
-from fusedtp.comm.workspace import Workspace
+from fusedtp.comm import Signature, VirtualWorld, communicator, device_view
+from fusedtp.comm.signature import RAISED
+from fusedtp.comm.workspace import COMPARED_CALLS, Workspace
 from tests.comm.test_workspace import FIELDS, gather, many_calls
 from tests.harness import world
 
@@ -201,6 +202,115 @@ def test_where_all_ranks_raise_in_a_call_the_group_stays_usable(engine):
     outcomes = world(3).run(left_by, (0, 1, 2), engine, fresh=True)
     assert [outcome[:2] for outcome in outcomes] == [("out of memory", "")] * 3
     assert all(right for *_, right in outcomes)
+
+
+def refused_by(group, raisers: tuple[int, ...], engine: str, times: int) -> tuple[str, bool]:
+    """All-reduces in which `raisers` have a weight that does not fit; the others begin when these have raised.
+
+    Returns the error of a check after the raisers' next call, and whether that call is right.
+    """
+    comm = as_on_a_gpu(group)
+    fusedtp.set_timeout(group, 30.0)
+    fusedtp.reserve(group, 1 << 12)
+    raises = comm.rank in raisers
+    for _ in range(times):
+        if not raises:
+            comm.world.barrier()
+        try:
+            fusedtp.matmul_all_reduce(torch.ones(3, 4), torch.ones(3, 4 + raises), group, engine=engine)
+        except ValueError as error:
+            assert raises and "the weight (3, 5) takes 5" in str(error)
+        if raises:
+            comm.world.barrier()
+    comm.world.barrier()  # the raisers make their next call when their peers have left this one
+    try:
+        right = raises and bool(gather(comm, 2.0, (1,) * comm.world_size, 4).eq(2.0).all())
+        fusedtp.check(group)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", False
+    return "", right
+
+
+@pytest.mark.parametrize("engine", ["chunked", "triton"])
+def test_a_rank_that_raises_before_a_call_is_named_by_its_peers_and_waits_for_none(engine):
+    """Its stream may not wait either: peers in a plain collective never meet it."""
+    for rank, (told, _) in enumerate(world(3).run(refused_by, (1,), engine, 1, fresh=True)):
+        assert told.startswith("PeerFailed") and "rank 1 raised in a call" in told, (rank, told)
+
+
+def arrived(group) -> tuple[str, bool]:
+    """Rank 1 refuses a call that rank 0 makes, and goes on: its error, and whether rank 0 can still see the refusal."""
+    comm = as_on_a_gpu(group)
+    fusedtp.set_timeout(group, 30.0)
+    fusedtp.reserve(group, 1 << 12)
+    own, told = comm.workspace._arrivals[comm.rank], ""
+    if comm.rank == 1:
+        comm.refuse(comm.begun)
+        comm.world.barrier()
+        comm.world.barrier()
+        with pytest.raises(RuntimeError) as raised:
+            gather(comm, 2.0, (1, 1), 4)
+        told = type(raised.value).__name__
+        comm.world.barrier()
+        return told, True
+    comm.world.barrier()
+    fusedtp.matmul_all_reduce(torch.ones(3, 4), torch.ones(3, 4), group, engine="chunked")
+    comm.world.barrier()
+    comm.world.barrier()
+    return told, bool((own[:, 1] >> 32 == RAISED.hash32).any())
+
+
+def test_a_rank_that_raised_before_a_call_does_not_arrive_again():
+    """It would arrive by its next calls where a slow peer has yet to see the refusal."""
+    assert world(2).run(arrived, fresh=True) == [("", True), ("PeerFailed", True)]
+
+
+def test_where_all_ranks_raise_before_a_call_the_group_stays_usable():
+    assert world(3).run(refused_by, (0, 1, 2), "triton", 3, fresh=True) == [("", True)] * 3
+
+
+@pytest.mark.parametrize("call", [5, 6, -1, -(2**31)])
+def test_a_rank_that_raises_before_a_call_tells_it_of_that_call_only(call):
+    """Peers may still read the arrivals of the call before, which have the other parity. Call numbers wrap."""
+    word = lambda number: 7 << 32 | number & 0xFFFFFFFF  # noqa: E731
+    own = [torch.tensor([11, 12]), torch.tensor([[11, 0], [12, 0]])[:, 0]]
+    device_view.announce(torch.tensor([call, 0], dtype=torch.int32), own, 7)
+    want = [word(call) if parity == call & 1 else 11 + parity for parity in (0, 1)]
+    assert [words.tolist() for words in own] == [want] * 2
+
+
+def refused_before_a_capture(group) -> str:
+    comm = as_on_a_gpu(group)
+    fusedtp.reserve(group, 1 << 12)
+    comm.refuse(comm.begun)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as told:
+        patch.setattr("fusedtp.comm.workspace.is_capturing", lambda: True)
+        gather(comm, 1.0, (1,) * comm.world_size, 4)
+    assert gather(comm, 2.0, (1,) * comm.world_size, 4).eq(2.0).all()
+    fusedtp.check(group)
+    return str(told.value)
+
+
+def test_no_graph_captures_the_meeting_of_a_call_that_was_refused():
+    """Every replay would begin with it."""
+    for told in world(2).run(refused_before_a_capture, fresh=True):
+        assert "make a call before CUDA graph capture" in told
+
+
+def raised_after_collectives(group, compared: int) -> tuple[bool, int]:
+    """An error after the last of some plain collectives, of which the first were compared."""
+    comm = as_on_a_gpu(group)
+    for _ in range(compared + 1):
+        begun = comm.begun
+        with comm.agreed(Signature(**FIELDS | {"sizes": (1,) * comm.world_size, "engine": "collective"})):
+            pass
+        comm.refuse(begun)
+    return comm.workspace._refused is None, comm.workspace.number
+
+
+def test_an_error_after_a_plain_collective_is_none_before_the_next_call():
+    """The peers have ended that collective, and would take the error for one of another call."""
+    assert world(2).run(raised_after_collectives, COMPARED_CALLS, fresh=True) == [(True, COMPARED_CALLS)] * 2
 
 
 def late(group, seconds: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from fusedtp.comm import alone, communicator
-from fusedtp.ops import engines, measured
+from fusedtp.comm.process_world import OVERLAPPING
+from fusedtp.ops import engines, fp8, measured
 from fusedtp.ops.launch import config
 from fusedtp.ops.moe import grouped
 from fusedtp.ops.moe import plan as routing
+from fusedtp.ops.operation import Spec
 from fusedtp.ops.rows import Rows
 
 FP32, FP64 = torch.float32, torch.float64
@@ -26,13 +28,21 @@ NARROW = (FP32, torch.float16, torch.bfloat16)
 
 
 def group(
-    device: str = "cpu", *, size: int = 2, workspace: bool = True, threads: bool = False, switch: bool = True
+    device: str = "cpu",
+    *,
+    size: int = 2,
+    workspace: bool = True,
+    threads: bool = False,
+    switch: bool = True,
+    differ: Sequence[str] = (),
 ) -> SimpleNamespace:
     """The parts of a communicator that `choose` reads."""
     return SimpleNamespace(
         world_size=size,
         has_workspace=workspace,
         has_switch=switch,
+        name="tp",
+        differences=dict.fromkeys(differ, "one thing on rank 0, another on rank 1"),
         fallback="" if workspace else "ranks on several hosts",
         device=torch.device(device),
         world=SimpleNamespace(shares_process=threads),
@@ -268,3 +278,55 @@ def test_ranks_whose_launches_are_cut_otherwise_are_told_apart():
             found.add(engines.tables(comm, "triton"))
             assert engines.tables(comm, "chunked") == 0
     assert len(found) == 3
+
+
+@pytest.mark.parametrize("value", ["1", "0", None])
+def test_a_switch_that_ranks_of_one_visible_gpu_cannot_use_is_told_so(value, monkeypatch):
+    """torch makes no multicast address with the variable that the library sets for them."""
+    monkeypatch.delenv(OVERLAPPING, raising=False)
+    if value is not None:
+        monkeypatch.setenv(OVERLAPPING, value)
+    reduces = Rows((8, 8)), FP32, "matmul_all_reduce", 64
+    with machine(), pytest.raises(ValueError, match="has no multicast address here") as told:
+        engines.choose(group("cuda", switch=False), "multimem", *reduces)
+    assert (OVERLAPPING in str(told.value) and "see all GPUs" in str(told.value)) == (value == "1")
+    with machine():
+        assert engines.choose(group("cuda"), "multimem", *reduces).engine == "multimem"
+
+
+TABLE, KERNELS, FP8 = engines.TABLE, engines.KERNELS, engines.FP8
+CHOICES: dict[str, tuple[Callable[..., engines.Choice], set[str]]] = {  # -> (choice, the facts that `auto` depends on)
+    "dense": (choose, {TABLE, KERNELS}),
+    "experts": (lambda comm, engine: routing.choose(comm, engine, FP32), {KERNELS}),
+    "fp8": (lambda comm, engine: fp8.choose("x", comm, Spec("tp", 0, (8, 8), 1, engine), Rows((8, 8))), {KERNELS, FP8}),
+    "rows": (lambda comm, _: engines.choose_mover(comm, Rows((8, 8)), FP32), set()),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("fact", [TABLE, KERNELS, FP8])
+def test_auto_is_refused_where_ranks_differ_in_what_it_depends_on(name, fact):
+    """Otherwise they could choose differently, and wait for each other. A named engine depends on none of it."""
+    chooses, facts = CHOICES[name]
+    comm = group("cuda", differ=[fact])
+    with machine(), mock.patch.object(fp8, "multiplies", lambda *_: True):
+        assert chooses(comm, "collective").engine == "collective"
+        if fact not in facts:
+            chooses(comm, "auto")
+            return
+        with pytest.raises(ValueError, match=f"'auto' depends on {fact}.* one thing on rank 0, another") as told:
+            chooses(comm, "auto")
+        assert ("FUSEDTP_TABLES" in str(told.value)) == (fact == TABLE)
+
+
+def test_facts_differ_where_choices_would_and_not_for_every_other_gpu():
+    def facts(device: str = "cuda", **here) -> dict[str, object]:
+        with machine(**here):
+            return {name: value for name, (value, _) in engines.facts(torch.device(device, 0)).items()}
+
+    assert facts(capability=(9, 0)) == facts(capability=(8, 9)) == facts(capability=(10, 0))
+    for other in ({"triton": False}, {"capability": (7, 5)}, {"capability": (8, 0)}):
+        assert facts(**other) != facts()
+    assert facts("cpu", triton=False) == facts("cpu", capability=(8, 0)) == {TABLE: 0}
+    with machine(), mock.patch.object(measured, "source", lambda kind: (5, kind)):
+        assert engines.facts(torch.device("cuda", 0))[TABLE] == (5, "a cuda")

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import fusedtp
+from fusedtp.bench import tables
+from fusedtp.comm import communicator
+from fusedtp.ops import measured
 from fusedtp.ops.launch import tuned
 from fusedtp.ops.launch.config import HOST
 from tests.harness import PerRank, world
@@ -81,3 +84,43 @@ def test_ranks_with_two_tables_are_told_which_field_differs(tmp_path):
         assert "rank 0" in message and "rank 1" in message
     for found, _ in world(2).run(calls, folders[0]):  # the group stays usable
         assert found == [True] * 4
+
+
+def engines_in(folder: Path, steps: list[list]) -> Path:
+    """A table of engines for two CPU ranks."""
+    folder.mkdir()
+    machine = measured.kind_of(torch.device("cpu"))
+    entry = dict(operation="all_gather_matmul", dtype="float32", world=2, ranks="processes", width=K, engines=steps)
+    tables.write(folder / measured.file_of(machine), machine, "engines", {}, [entry], {})
+    return folder
+
+
+def in_a_new_group(group, folder: Path) -> tuple[list[str], int]:
+    """What `auto` and an engine by name do in a group that is made with these tables, and how many calls began."""
+    told, x, w = [], numbers(0, 8, K), numbers(1 + group.rank(), N, K)
+    with tables_in(folder):
+        for engine in ("auto", "collective"):
+            try:
+                (y,) = fusedtp.all_gather_matmul(x.chunk(2)[group.rank()], [w], group, engine=engine)
+                told.append("right" if torch.equal(y, x @ w.T) else "wrong")
+            except ValueError as error:
+                told.append(f"{type(error).__name__}: {error}")
+        return told, communicator(group).begun
+
+
+def test_ranks_with_one_table_of_engines_choose_by_it(tmp_path):
+    folders = [engines_in(tmp_path / name, [[0, "chunked"], [1000, "collective"]]) for name in ("one", "copy")]
+    assert world(2).run(in_a_new_group, PerRank(folders), fresh=True) == [(["right"] * 2, 2)] * 2
+
+
+@pytest.mark.parametrize("second", ["another", "none"])
+def test_ranks_with_two_tables_of_engines_are_told_before_they_choose(tmp_path, second):
+    """For these few rows both tables have the same engine: ranks should not learn of it when a batch is larger."""
+    folders = [engines_in(tmp_path / "one", [[0, "chunked"], [1000, "collective"]]), tmp_path / second]
+    if second == "another":
+        engines_in(folders[1], [[0, "chunked"]])
+    folders[1].mkdir(exist_ok=True)
+    for (auto, named), begun in world(2).run(in_a_new_group, PerRank(folders), fresh=True):
+        assert auto.startswith("ValueError") and "the table of engines" in auto and "FUSEDTP_TABLES" in auto, auto
+        assert f"{folders[0]}/" in auto and "on rank 0" in auto and "on rank 1" in auto, auto
+        assert named == "right" and begun == 2

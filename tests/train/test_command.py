@@ -132,6 +132,20 @@ def test_a_number_of_ranks_that_torchrun_did_not_start_is_refused(capsys, monkey
     assert found == "--dp 2 x --tp 2 are 4 ranks, but 3 were started"
 
 
+@pytest.mark.parametrize(
+    ("started", "gpus", "refused"),
+    [(False, 1, True), (True, 1, False), (True, 2, True), (True, 3, False), (False, 3, False)],
+)
+def test_each_rank_of_a_machine_needs_a_gpu_but_may_see_it_alone(monkeypatch, tmp_path, started, gpus, refused):
+    """Slurm's --gpus-per-task=1 shows each rank one GPU. The command itself can give its ranks only what it sees."""
+    for name, value in {"RANK": 2, "LOCAL_RANK": 2, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value)) if started else monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    config = launch.parse(["--device", "cuda", "--tp", "3", "--runs", str(tmp_path)])
+    found = [fault for fault in launch.machine_faults(config, 1, 3, 3, 3) if "GPU" in fault]
+    assert found == [f"3 ranks on a machine with {gpus} GPUs: use fewer ranks or --device cpu"] * refused
+
+
 def test_an_unknown_option_is_named(capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["train", "--stepz", "3"])

@@ -255,6 +255,7 @@ def choose(comm: Communicator, engine: str, dtype: torch.dtype) -> Choice:
     if engine == "auto":
         if on_cpu:
             return Choice("chunked", "CPU ranks read their peers' tokens in place")
+        engines.check_alike(comm, engines.KERNELS)
         if runs_kernels(comm.device) and dtype in KERNEL_DTYPES:
             return Choice("triton", "kernels read the routing on the device")
         return Choice("collective", f"no kernels for {dtype} on this device; the host waits for the routing")
