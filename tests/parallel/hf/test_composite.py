@@ -1,0 +1,35 @@
+"""Split models with images, sound or an encoder compute what they compute on one device.
+
+A plain run tests a sample; FUSEDTP_ALL_MODELS=1 (`make test-models`) tests all of them.
+"""
+
+import os
+from typing import Any
+
+import pytest
+
+from tests.harness import world
+
+from . import composite
+
+ALL = os.environ.get("FUSEDTP_ALL_MODELS") == "1"
+SAMPLE = ["llava"]
+
+
+def check(name: str, world_size: int) -> dict[str, Any]:
+    found = world(world_size, strangers=True).run(composite.compare, name, {}, timeout=300)[0]
+    assert found["excess"] <= 1, f"{found['worst']} is off by {found['excess']:.1f} times what roundoff explains"
+    assert found["generate"], "other tokens"
+    assert found["calls"]["fused"] > 0
+    return found
+
+
+@pytest.mark.parametrize("name", composite.CASES if ALL else SAMPLE)
+def test_images_sound_and_encoders(name: str):
+    check(name, 2)
+
+
+@pytest.mark.skipif(not ALL, reason="two ranks show the same")
+@pytest.mark.parametrize("name", composite.CASES)
+def test_on_four_ranks(name: str):
+    check(name, 4)
