@@ -7,7 +7,10 @@ import os
 from typing import Any
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING
 
+from fusedtp.parallel.twin import twin_of
 from tests.harness import world
 
 from . import composite
@@ -33,3 +36,11 @@ def test_images_sound_and_encoders(name: str):
 @pytest.mark.parametrize("name", composite.CASES)
 def test_on_four_ranks(name: str):
     check(name, 4)
+
+
+@pytest.mark.parametrize("name", composite.CASES if ALL else ["mllama", "qwen2_audio"])
+def test_the_full_size_has_a_small_copy(name: str):
+    """The full-size model has the default configuration. Otherwise its plan would not be proved."""
+    with torch.device("meta"):
+        model: Any = composite.class_of(name)._from_config(CONFIG_MAPPING[name]())
+    twin_of(model, getattr(model.config, "num_attention_heads", 2))
