@@ -37,6 +37,7 @@ from .foreign import (
     Summed,
     enter,
     leave,
+    open_features,
 )
 from .foreign_experts import ExpertsByRank
 from .local_view import WORDS as OF_LOCAL_VIEW
@@ -115,6 +116,7 @@ def adopt(
     shared.maps = comm.world_size > 1 and bool(holders)
     mark_maps((named[name] for name in holders), comm.name, comm.world_size)
     model._fusedtp = shared  # type: ignore[assignment]
+    open_features(model, shared)
     _introduce(model, mesh, comm.world_size)
     model.register_forward_pre_hook(check_same_inputs, with_kwargs=True)
     for module in model.modules():  # stacks may also be called without the model

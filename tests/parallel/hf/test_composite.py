@@ -3,6 +3,7 @@
 A plain run tests a sample; FUSEDTP_ALL_MODELS=1 (`make test-models`) tests all of them.
 """
 
+import copy
 import os
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+import fusedtp
 from fusedtp.parallel.twin import twin_of
 from tests.harness import world
+from tests.parallel.support import tp_mesh
 
 from . import composite
 
 ALL = os.environ.get("FUSEDTP_ALL_MODELS") == "1"
-SAMPLE = ["llava"]
+SAMPLE = ["llava_next"]
 
 
 def check(name: str, world_size: int) -> dict[str, Any]:
@@ -36,6 +39,21 @@ def test_images_sound_and_encoders(name: str):
 @pytest.mark.parametrize("name", composite.CASES)
 def test_on_four_ranks(name: str):
     check(name, 4)
+
+
+def features_alone(group: Any) -> None:
+    plain: Any = composite.model_of("llava_next")
+    split = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    given = {
+        name: x for name, x in composite.inputs_of("llava_next").items() if name in ("pixel_values", "image_sizes")
+    }
+    want, got = (model.get_image_features(**given).pooler_output for model in (plain, split))
+    assert all(type(x) is torch.Tensor for x in got)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_features_of_images_without_a_forward():
+    world(2).run(features_alone)
 
 
 @pytest.mark.parametrize("name", composite.CASES if ALL else ["mllama", "qwen2_audio"])
