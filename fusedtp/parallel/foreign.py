@@ -60,6 +60,7 @@ from .placement import Mesh, Placement, is_compiled, is_replicated, local, opene
 from .question import Question, precision
 from .siblings import Siblings, in_autocast, project_all
 from .styles import FusedEmbedding, Style, computed, set_forward
+from .table_rows import Table, as_parameter
 from .token_shard import Tokens, TokenShard
 from .vocab_shard import Columns as VocabColumns
 from .vocab_shard import VocabShard
@@ -297,12 +298,18 @@ def rows(self: Any, input: Tensor) -> Tensor:
 def embedding(self: Any, input: Tensor) -> Tensor:
     """The forward of an embedding split over the vocabulary."""
     at: Vocabulary = self.parallel
+    if isinstance(self._parameters["weight"], Table):
+        with as_parameter(self):
+            return embedding(self, input)
     return _summed(at, at.lookup(input, self), input.shape)
 
 
 def own_embedding(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The same for an embedding class with its own forward, which transforms each row that it looks up."""
     at: Vocabulary = self.parallel
+    if isinstance(self._parameters["weight"], Table):
+        with as_parameter(self):
+            return own_embedding(self, input, *args, **kwargs)
     begin = sum(split(self.num_embeddings, at.world_size)[: at.rank])
     weight = local(self.weight)
     count = weight.shape[0]

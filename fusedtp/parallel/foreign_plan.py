@@ -47,6 +47,7 @@ from .plan import Step, apply_steps, generic, has_more_dimensions, matches, pare
 from .saving import prepare
 from .siblings import Siblings
 from .styles import already_parallel
+from .table_rows import show_rows
 
 WORDS: dict[str, Callable[..., Foreign]] = Words({
     "colwise": Colwise,
@@ -108,6 +109,7 @@ def adopt(
     named = dict(model.named_modules())
     _regroup_heads(named, steps, comm.world_size)
     apply_steps(steps, mesh)
+    show_rows(model)
     holders = dict.fromkeys(
         parent_of(_without_adapter(step.name))
         for step in steps

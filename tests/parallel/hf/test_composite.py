@@ -19,7 +19,7 @@ from tests.parallel.support import tp_mesh
 from . import composite
 
 ALL = os.environ.get("FUSEDTP_ALL_MODELS") == "1"
-SAMPLE = ["llava_next"]
+SAMPLE = ["gemma4", "llava_next"]
 
 
 def check(name: str, world_size: int) -> dict[str, Any]:
