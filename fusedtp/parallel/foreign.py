@@ -22,11 +22,13 @@ to gather) is shared by all its modules.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial, wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -58,6 +60,7 @@ from .placement import Mesh, Placement, is_compiled, is_replicated, local, opene
 from .question import Question, precision
 from .siblings import Siblings, in_autocast, project_all
 from .styles import FusedEmbedding, Style, computed, set_forward
+from .table_rows import Table, as_parameter
 from .token_shard import Tokens, TokenShard
 from .vocab_shard import Columns as VocabColumns
 from .vocab_shard import VocabShard
@@ -76,6 +79,7 @@ class Model:
     compiled   True once the model or a part of it is compiled. Tokens then stay whole, since a compiler cannot trace a
                TokenShard. Never reset, since backward may run a forward again
     watched    records random draws of a forward that ranks started with different generator states
+    running    whether the model's forward runs; after one that raised, True until the next one ends
     """
 
     group: str = ""
@@ -86,6 +90,7 @@ class Model:
     whole: dict[str, str] = field(default_factory=dict)
     compiled: bool = False
     watched: Watched | None = None
+    running: bool = False
 
     def drawing(self, part: bool) -> None:
         """Random numbers are now drawn for this rank's features (part), or for whole tensors."""
@@ -293,12 +298,18 @@ def rows(self: Any, input: Tensor) -> Tensor:
 def embedding(self: Any, input: Tensor) -> Tensor:
     """The forward of an embedding split over the vocabulary."""
     at: Vocabulary = self.parallel
+    if isinstance(self._parameters["weight"], Table):
+        with as_parameter(self):
+            return embedding(self, input)
     return _summed(at, at.lookup(input, self), input.shape)
 
 
 def own_embedding(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The same for an embedding class with its own forward, which transforms each row that it looks up."""
     at: Vocabulary = self.parallel
+    if isinstance(self._parameters["weight"], Table):
+        with as_parameter(self):
+            return own_embedding(self, input, *args, **kwargs)
     begin = sum(split(self.num_embeddings, at.world_size)[: at.rank])
     weight = local(self.weight)
     count = weight.shape[0]
@@ -465,6 +476,8 @@ def _for_parts(group: str, shards: Sequence[TokenShard] = ()) -> Callable[[Any],
 
 def enter(shared: Model, module: Any, args: Any) -> None:
     """A forward pre-hook of the model and of its stacks of layers: notes whether anything inside is compiled by now."""
+    if not torch.compiler.is_compiling():
+        shared.running = True
     if not shared.compiled:
         shared.compiled = torch.compiler.is_compiling() or any(map(is_compiled, module.modules()))
 
@@ -473,9 +486,14 @@ def leave(model: Any, args: Any, outputs: Any) -> Any:
     """A hook after the model's forward: converts outputs to plain tensors, except logits that need a gradient."""
     for siblings in model._fusedtp.siblings:
         siblings.forget()
+    if not torch.compiler.is_compiling():
+        model._fusedtp.running = False
     if model._fusedtp.watched is not None:
         check_draws(model)
+    return _plain(gather_maps(model, outputs) if model._fusedtp.maps else outputs)
 
+
+def _plain(outputs: Any) -> Any:
     def plain(x: Any) -> Any:
         if isinstance(x, TokenShard):
             return x.full_tensor("leaving the model")
@@ -483,7 +501,35 @@ def leave(model: Any, args: Any, outputs: Any) -> Any:
             return x.full_tensor("leaving the model")
         return x
 
-    return tree_map(plain, gather_maps(model, outputs) if model._fusedtp.maps else outputs)
+    return tree_map(plain, outputs)
+
+
+FEATURES = re.compile(r"get_(image|video|audio)_features")
+
+
+def open_features(model: nn.Module, shared: Model) -> None:
+    """Make methods that compute features of images and sounds work outside of a forward, where generate calls them."""
+    for module in model.modules():
+        for name in filter(FEATURES.fullmatch, dir(type(module))):
+            module._fusedtp_shared = shared  # type: ignore[assignment]
+            setattr(module, name, MethodType(_opened_features(getattr(type(module), name)), module))
+
+
+@cache
+def _opened_features(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with the module's own parameters as plain tensors; its outputs are plain if no forward runs."""
+
+    @wraps(own)
+    def features(self: Any, *args: Any, **kwargs: Any) -> Any:
+        shared: Model = self._fusedtp_shared
+        if shared.running or torch.compiler.is_compiling():
+            return own(self, *args, **kwargs)
+        with _plain_parameters(self) if isinstance(getattr(self, "parallel", None), Own) else nullcontext():
+            done = own(self, *args, **kwargs)
+        shared.running = False  # the hooks of stacks inside set it
+        return _plain(done)
+
+    return features
 
 
 def divided(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -37,6 +37,7 @@ from .foreign import (
     Summed,
     enter,
     leave,
+    open_features,
 )
 from .foreign_experts import ExpertsByRank
 from .local_view import WORDS as OF_LOCAL_VIEW
@@ -46,6 +47,7 @@ from .plan import Step, apply_steps, generic, has_more_dimensions, matches, pare
 from .saving import prepare
 from .siblings import Siblings
 from .styles import already_parallel
+from .table_rows import show_rows
 
 WORDS: dict[str, Callable[..., Foreign]] = Words({
     "colwise": Colwise,
@@ -107,6 +109,7 @@ def adopt(
     named = dict(model.named_modules())
     _regroup_heads(named, steps, comm.world_size)
     apply_steps(steps, mesh)
+    show_rows(model)
     holders = dict.fromkeys(
         parent_of(_without_adapter(step.name))
         for step in steps
@@ -115,6 +118,7 @@ def adopt(
     shared.maps = comm.world_size > 1 and bool(holders)
     mark_maps((named[name] for name in holders), comm.name, comm.world_size)
     model._fusedtp = shared  # type: ignore[assignment]
+    open_features(model, shared)
     _introduce(model, mesh, comm.world_size)
     model.register_forward_pre_hook(check_same_inputs, with_kwargs=True)
     for module in model.modules():  # stacks may also be called without the model

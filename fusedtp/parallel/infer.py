@@ -77,15 +77,16 @@ def infer(model: nn.Module, world_size: int, sequence_parallel: bool = True) -> 
         others = {generic(n): m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in linears}
         own = "{} has its own forward"
         return Inferred({}, {name: (computed(m) or [own.format(type(m).__name__)])[0] for name, m in others.items()})
-    twin = _twin(model)
+    twin = small_copy(model)
     search = Search(model if twin is None else twin, model, max(world_size, 2), sequence_parallel)
     search.run()
     return search.result(model, explicit=twin is None)
 
 
-def _twin(model: Any) -> nn.Module | None:
-    """A small copy of a transformers model, with the same number of heads."""
-    heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
+def small_copy(model: Any) -> nn.Module | None:
+    """A small copy of a transformers model, with the same number of heads; None if it has none."""
+    config = getattr(model, "config", None)
+    heads = getattr(config, "num_attention_heads", None) or getattr(config, "num_heads", None)
     try:
         with _seeding:
             return twin_of(model, heads) if isinstance(heads, int) else None
@@ -335,12 +336,24 @@ def _guesses(module: Any) -> Iterator[Inputs]:
     generator = torch.Generator().manual_seed(1)
     config: Any = getattr(module, "config", None)
     main = getattr(module, "main_input_name", "")
-    more = {"use_cache": False} if getattr(config, "use_cache", False) else {}
+    more = _without_cache(module, config)
+    needed = [p.name for p in _required(module)]
     tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     if main == "pixel_values" and hasattr(config, "image_size"):
         size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
         image = torch.randn(BATCH, getattr(config, "num_channels", 3), size, size, generator=generator)
         yield Inputs((), {main: image, **more})
+    if "grid_thw" in needed and isinstance(getattr(config, "patch_size", None), int):
+        side, frames = 2 * getattr(config, "spatial_merge_size", 1), getattr(config, "temporal_patch_size", 1)
+        width = getattr(config, "in_channels", 3) * frames * config.patch_size**2
+        patches = torch.randn(BATCH * side**2, width, generator=generator)
+        yield Inputs((), {needed[0]: patches, "grid_thw": torch.tensor([[1, side, side]] * BATCH)})
+    if main == "input_features" and hasattr(config, "max_source_positions"):
+        frames, bins = 2 * config.max_source_positions, getattr(config, "num_mel_bins", 1)
+        sound = torch.randn(BATCH, bins, frames, generator=generator)
+        ids = torch.randint(0, getattr(config, "vocab_size", 1), (BATCH, LENGTH), generator=generator)
+        decoder = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
+        yield Inputs((), {main: sound, **decoder, **more})
     if tables:
         most = tables[0].num_embeddings
         ids = torch.randint(min(3, most - 1), most, (BATCH, LENGTH), generator=generator)
@@ -350,11 +363,20 @@ def _guesses(module: Any) -> Iterator[Inputs]:
             decoder = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
             yield Inputs((), {main: ids, "attention_mask": mask, **decoder, **more})
         elif len(_required(module)) == 1:
-            yield Inputs((ids,), {})
+            yield Inputs((ids,), more)
     if len(_required(module)) == 1:
         widths = [features_of(m)[0] for m in module.modules() if is_linear(m)]
         for width in list(dict.fromkeys(widths))[:2]:
             yield Inputs((torch.randn(BATCH, LENGTH, width, generator=generator).requires_grad_(),), {})
+
+
+def _without_cache(module: Any, config: Any) -> dict[str, Any]:
+    """The argument that leaves out the cache, which would grow with each run of a trial."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    caches = any(getattr(each, "use_cache", False) for each in (config, text))
+    kinds = {p.kind for name, p in inspect.signature(module.forward).parameters.items() if name != "use_cache"}
+    takes = "use_cache" in inspect.signature(module.forward).parameters or inspect.Parameter.VAR_KEYWORD in kinds
+    return {"use_cache": False} if caches and takes else {}
 
 
 def _required(module: Any) -> list[inspect.Parameter]:

@@ -20,6 +20,7 @@ from .placement import Mesh
 from .plan import add_replicas, apply_steps, has_more_dimensions, make_steps, names_only_ends, plan_of
 from .proof import prove as prove_plan
 from .proof import proved_plan
+from .towers import with_towers
 from .twin import NoTwin, OtherCode
 
 M = TypeVar("M", bound=nn.Module)
@@ -41,7 +42,8 @@ def parallelize(
         engine              auto, collective, chunked, triton or multimem; see fusedtp.explain
         sequence_parallel   also split tokens between layers, [T_r, H]; if False, every rank holds all tokens
         plan                module name -> style, overrides the model's tp_plan. If the model has no plan, or one for
-                            its embedding and head only, one is inferred from what its modules do, see infer.py
+                            its embedding and head only, one is inferred from what its modules do, see infer.py; so
+                            is one for encoders of images and sounds that its plan leaves out, see towers.py
         prove               first run a tiny copy of a third-party model, see fusedtp.prove. True: raise if that is not
                             possible; False: skip it; None: run it if the model comes from transformers
         experts             which ranks share the MoE experts, and how; default: the ranks of the mesh, with whole
@@ -113,10 +115,8 @@ def _inferred(
     model: nn.Module, world_size: int, sequence_parallel: bool, plan: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], dict[str, str]]:
     """The plan with inferred styles added (it is empty or names only the ends); module -> why it stays whole."""
-    if not plan:
-        return infer_or_refuse(model, world_size, sequence_parallel)
-    found = infer(model, world_size, sequence_parallel)
-    return {**found.plan, **plan}, found.whole
+    found = (infer if plan else infer_or_refuse)(model, world_size, sequence_parallel)
+    return with_towers(model, world_size, {**found.plan, **plan}, found.whole, sequence_parallel)
 
 
 def refuse_split_by_transformers(model: nn.Module) -> None:
@@ -166,6 +166,21 @@ def _proved(
     must: bool | None,
 ) -> tuple[Mapping[str, Any], dict[str, str]]:
     """The exact part of a plan, and module -> why it stays whole. A plan given by the user is exact or rejected."""
+    kept, whole = _proved_text(model, mesh, plan, own, sequence_parallel, must)
+    if not own:
+        return kept, whole
+    return with_towers(model, communicator(mesh).world_size, kept, whole, sequence_parallel)
+
+
+def _proved_text(
+    model: nn.Module,
+    mesh: Mesh,
+    plan: Mapping[str, Any],
+    own: bool,
+    sequence_parallel: bool,
+    must: bool | None,
+) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """_proved for what a run on token ids reaches."""
     prefix, inner = _inside(model, plan)
     inner_plan = {pattern.removeprefix(prefix): style for pattern, style in plan.items()}
     try:

@@ -138,7 +138,8 @@ def _example(plain: nn.Module, device: torch.device) -> dict[str, Any]:
     ids = torch.randint(3, vocab, (2, 7), generator=torch.Generator().manual_seed(1)).to(device)
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    targets = {"decoder_input_ids": ids} if getattr(getattr(plain, "config", None), "is_encoder_decoder", False) else {}
+    return {"input_ids": ids, "attention_mask": mask, **targets}
 
 
 def _prove(

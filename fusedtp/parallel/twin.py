@@ -11,6 +11,7 @@ in the copy: class, forward, hooks, settings. Otherwise OtherCode is raised: a p
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,29 +32,34 @@ class OtherCode(NoTwin):
     """Why a module of the model has other code than its counterpart in a small copy of the model's class."""
 
 
-PARTS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")  # nested configurations
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+# Fields that count heads but are kept, so the width must be divisible by them.
+HEADS = ("encoder_attention_heads", "decoder_attention_heads", "attention_heads", "num_heads")
 
 
 def small_fields(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
     """Field of a configuration -> its small value."""
     heads, kv_heads = _heads(fields, ranks)
+    others = [fields[name] for name in HEADS if type(fields.get(name)) is int and 8 * heads % fields[name]]
     values: dict[str, Any] = {
-        r"vocab_size|vocab_size_per_layer_input": 50,
-        r"hidden_size|d_model|n_embd|dim": 8 * heads,
+        r"vocab_size|vocab_size_per_layer_input|decoder_vocab_size": 50,
+        r"hidden_size|d_model|n_embd|dim": 8 * math.lcm(heads, *others),
         r"hidden_size_per_layer_input": 8,
         r"num_attention_heads|n_head|n_heads|linear_num_heads": heads,
         r"num_(key_value|global_key_value)_heads": kv_heads,
         r"(global_|swa_|linear_)?head_dim|kv_channels|(swa_)?v_head_dim|qk_head_dim": 8,
+        r"projector_(in|out)put_dim|vision_output_dim": 8 * heads,
         r"qk_(nope|rope)_head_dim": 4,
         r"(q|o)_lora_rank": 16,
         r"kv_lora_rank|laurel_rank|hc_lowrank": 12,
-        r".*intermediate_size.*|.*ffn_hidden_size.*|n_inner|ffn_dim": 12 * heads,
+        r".*intermediate_size.*|.*ffn_hidden_size.*|n_inner|((en|de)coder_)?ffn_dim|d_ff": 12 * heads,
+        r"(en|de)coder_layers|num_decoder_layers|(en|de)coder_num_hidden_layers|depth": 2,
         r"num_experts|n_routed_experts|num_local_experts|moe_num_experts|zero_expert_num": max(ranks, 4),
         r"n_group|topk_group|num_expert_group.*": 1,
         r"num_experts_per_tok(en)?|moe_top_?k|top_k_experts|moe_k|experts_per_token": 2,
         r"linear_num_(key|value)_heads": heads,
         r"linear_(key|value)_head_dim": 8,
-        r"max_position_embeddings|n_positions|n_ctx": 64,
+        r"max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions": 64,
         r"sliding_window": 8,
         r"index_n_heads|index_topk": 4,
         r"index_head_dim": 8,
@@ -85,7 +91,26 @@ def small_fields(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
         found["num_layers_per_stack"] = None
     if fields.get("moe_num_experts") and isinstance(fields["moe_num_experts"], list):
         found["moe_num_experts"] = [max(ranks, 4) for _ in fields["moe_num_experts"]]
-    return found | _rotary(fields, found) | _layers(fields, ranks)
+    return found | _image(fields) | _rotary(fields, found) | _layers(fields, ranks)
+
+
+def _image(fields: dict[str, Any]) -> dict[str, Any]:
+    """Images of 4 x 4 patches, unless the model attends within windows or merges patches from stage to stage."""
+    size: Any = fields.get("image_size")
+    patch: Any = fields.get("patch_size")
+    if not isinstance(patch, int | list) or type(size) is not type(patch) or fields.keys() & {"window_size", "depths"}:
+        return {}
+    return {"image_size": 4 * patch if isinstance(patch, int) else [4 * each for each in patch]}
+
+
+def small_parts(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Nested configuration -> the same, small, with special tokens of the small vocabulary."""
+    found: dict[str, Any] = {}
+    for part, value in fields.items():
+        if isinstance(value, dict) and "model_type" in value:
+            tokens = {name: i for i, name in enumerate(TOKENS) if value.get(name) is not None}
+            found[part] = {**value, **small_fields(value, ranks), **small_parts(value, ranks), **tokens}
+    return found
 
 
 def _rotary(fields: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
@@ -116,24 +141,37 @@ def _heads(fields: dict[str, Any], ranks: int) -> tuple[int, int]:
 
 
 def _layers(fields: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """One layer of each kind (at least two), and the matching entries of fields that list values by layer."""
-    count = next((name for name in ("num_hidden_layers", "n_layer", "num_layers") if name in fields), None)
+    """One layer of each kind (at least two), and the matching entries of fields that list values or layers."""
+    count = next((name for name in ("num_hidden_layers", "n_layer", "num_layers", "depth") if name in fields), None)
     if count is None or not isinstance(fields[count], int):
         return {}
+    chosen = {name: v for name, v in fields.items() if LAYERS.fullmatch(name) and _are_indices(v, fields[count])}
     lists = {name: v for name, v in fields.items() if isinstance(v, list) and len(v) == fields[count] > 2}
+    lists = {name: v for name, v in lists.items() if name not in chosen}
+    marks = [[i in v for i in range(fields[count])] for v in chosen.values()]
     first: dict[tuple[Any, ...], int] = {}
-    for i, kind in enumerate(zip(*lists.values(), strict=True)):
+    for i, kind in enumerate(zip(*lists.values(), *marks, strict=True)):
         first.setdefault(tuple(map(str, kind)), i)
     kept = sorted(first.values()) or [0, 1]
     kept = kept if len(kept) > 1 else [kept[0]] * 2
     found: dict[str, Any] = {name: [values[i] for i in kept] for name, values in lists.items()}
     wide = [name for name in found if re.fullmatch(r".*intermediate_size.*", name)]
-    by_index = {
+    by_index: dict[str, Any] = {
         name: {new: {**own[old], **small_fields(own[old], ranks)} for new, old in enumerate(kept) if old in own}
         for name, own in ((name, _by_layer(value)) for name, value in fields.items())
         if own
     }
+    by_index |= {name: [new for new, old in enumerate(kept) if old in v] for name, v in chosen.items()}
     return found | by_index | {name: [48] * len(kept) for name in wide} | {count: len(kept)}
+
+
+LAYERS = re.compile(r".*(layer|ind(ex|ic)|idx).*")  # names of fields that list indices of layers
+
+
+def _are_indices(value: Any, count: int) -> bool:
+    """Whether it lists some of `count` layers."""
+    listed = isinstance(value, list) and len(value) > 0 and all(type(each) is int for each in value)
+    return listed and value == sorted(set(value)) and value[0] >= 0 and value[-1] < count
 
 
 def _by_layer(value: Any) -> dict[int, dict[str, Any]]:
@@ -146,11 +184,8 @@ def _by_layer(value: Any) -> dict[int, dict[str, Any]]:
 def small_config(config: Any, ranks: int, **more: Any) -> Any:
     """The configuration of the twin, with `more` taken as it is. Raises NoTwin."""
     fields = config.to_dict()
-    small = small_fields(fields, ranks)
-    for part, value in fields.items():
-        if isinstance(value, dict) and part in PARTS:
-            small[part] = {**value, **small_fields(value, ranks)}
-    small |= {name: i for i, name in enumerate(("pad_token_id", "bos_token_id", "eos_token_id")) if name in fields}
+    small = small_fields(fields, ranks) | small_parts(fields, ranks)
+    small |= {name: i for i, name in enumerate(TOKENS) if name in fields}
     dropped = ("quantization_config", "distributed_config")
     kept = {name: value for name, value in fields.items() if name not in dropped}
     try:

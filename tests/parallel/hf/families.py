@@ -148,12 +148,17 @@ def config_of(name: str, **changes: Any) -> Any:
 
 
 def model_of(name: str, attention: str | None = None, **changes: Any) -> nn.Module:
-    """A small fp32 model with random weights, equal on every rank. Norms and biases are random too."""
+    """A small fp32 model with random weights, equal on every rank."""
     config = config_of(name, **changes)
     if attention is not None:
         config._attn_implementation = attention
+    return random_model(class_of(name), config)
+
+
+def random_model(kind: Any, config: Any) -> nn.Module:
+    """A model of this class with random weights, equal on every rank. Norms and biases are random too."""
     torch.manual_seed(0)
-    model = class_of(name)._from_config(config)
+    model: nn.Module = kind._from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():

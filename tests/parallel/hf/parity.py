@@ -9,6 +9,7 @@ or by LEAST if they change nothing.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import fusedtp
+from fusedtp.parallel.plan import generic
 from fusedtp.parallel.vocab_shard import VocabShard
 from tests.parallel.support import beside, tp_mesh
 
@@ -56,8 +58,9 @@ def generates(model: Any) -> bool:
 
 
 def results(model: nn.Module, inputs: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
-    """Logits of the real tokens, loss and gradients, by name."""
-    real = inputs["attention_mask"].bool()
+    """Logits of the real tokens (of an encoder-decoder, of all targets), loss and gradients, by name."""
+    encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    real = torch.ones_like(inputs["labels"]).bool() if encoder_decoder else inputs["attention_mask"].bool()
     if generates(model):
         out = model(**inputs, use_cache=False)
         loss = out.loss if tokens_to_predict(inputs) else out.logits.square().mean()
@@ -115,8 +118,18 @@ def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     options   sequence_parallel, engine, experts, changes of the configuration, attention, tokens, padding, side,
               checkpointing (what gradient_checkpointing_enable takes), generate
     """
-    changes = options.get("changes", {})
-    plain = model_of(name, attention=options.get("attention"), **changes)
+    plain = model_of(name, attention=options.get("attention"), **options.get("changes", {}))
+    inputs = batch(options.get("tokens", (3, 5)), options.get("padding", 2), options.get("side", "left"))
+    prompt: dict[str, Any] = batch((2, 4))
+    if name in IGNORE_MASKS:
+        prompt["attention_mask"] = None  # generate does not pass the mask on
+    return compared(group, plain, inputs, prompt, options)
+
+
+def compared(
+    group: Any, plain: nn.Module, inputs: dict[str, Tensor], prompt: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """compare for a given model and batch; prompt: for generate, without its labels."""
     parallel = copy.deepcopy(plain)
     fusedtp.parallelize(
         parallel,
@@ -129,7 +142,6 @@ def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
         parallel.train()
         parallel.gradient_checkpointing_enable(options["checkpointing"])
         plain.train()
-    inputs = batch(options.get("tokens", (3, 5)), options.get("padding", 2), options.get("side", "left"))
     want = results(plain, inputs)
     noises = [errors(results(perturbed(plain, seed), inputs), want) for seed in SEEDS]
     noise = {key: max(each.get(key, 0.0) for each in noises) for key in want}
@@ -147,9 +159,10 @@ def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
         "calls": dict(parallel._fusedtp.calls),
         "whole": dict(parallel._fusedtp.whole),
         "share": share_split(parallel),
+        "unsplit": unsplit(parallel),
     }
     if options.get("generate", generates(plain)):
-        found["generate"] = torch.equal(*(generated(model) for model in (plain, parallel)))
+        found["generate"] = torch.equal(*(generated(model, prompt) for model in (plain, parallel)))
     return found
 
 
@@ -160,21 +173,31 @@ def share_split(model: nn.Module) -> float:
     return split / sum(p.numel() for p in weights)
 
 
-def generated(model: Any) -> Tensor:
+def unsplit(model: nn.Module) -> list[str]:
+    """The outermost modules that have weight matrices none of which is split."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        weights: list[Any] = [p for p in module.parameters() if p.dim() > 1]
+        whole = bool(weights) and all(at.is_replicate() for p in weights for at in p.placements)
+        if whole and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return list(dict.fromkeys(map(generic, found)))
+
+
+def generated(model: Any, prompt: dict[str, Any]) -> Tensor:
     """Greedy decoding of six tokens for each of two prompts, the first one padded."""
-    prompt = batch((2, 4))
-    del prompt["labels"]
-    if model.config.model_type in IGNORE_MASKS:
-        prompt["attention_mask"] = None  # generate does not pass the mask on
+    given = {name: x for name, x in prompt.items() if name != "labels"}
     with torch.no_grad():
-        tokens: Tensor = model.eval().generate(**prompt, max_new_tokens=6, do_sample=False)
+        tokens: Tensor = model.eval().generate(**given, max_new_tokens=6, do_sample=False)
     return tokens
 
 
 IGNORE_MASKS = {"nemotron_h"}
 
 
-def attempt(group: Any, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
+def attempt(
+    group: Any, names: list[str], options: dict[str, Any], compare: Callable[..., Any] = compare
+) -> dict[str, Any]:
     """Run compare for each model. On an error, store its traceback instead of a result."""
     import traceback
 

@@ -1,6 +1,7 @@
 """Writes docs/models.md: every transformers family, split and compared with itself on one device.
 
     python -m tests.parallel.hf.table > docs/models.md
+    python -m tests.parallel.hf.table --composite          only the section of models with images, sound or an encoder
 
 Runs parity.compare for each family on two and on four CPU ranks. Families with a plan for experts run once more on two
 ranks, with whole experts behind the library's exchange. Each row reports this run only; no earlier results are reused.
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING
@@ -19,20 +21,23 @@ import fusedtp
 from fusedtp.environment import environment
 from tests.harness import WorldError, world
 
-from . import parity
+from . import composite, parity
 from .families import HEAD_ONLY, LARGE, OTHERS, UNPLANNED, families, towers
 
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 TOGETHER = 5  # families per call: imports and the call itself are paid once
 Found = dict[str, Any]  # what parity.compare returns, or {"refused": why}
 
 
-def measured(names: Sequence[str], ranks: int, options: dict[str, Any]) -> dict[str, Found]:
+def measured(
+    names: Sequence[str], ranks: int, options: dict[str, Any], compare: Callable[..., Any] = parity.compare
+) -> dict[str, Found]:
     """Family -> result of one run on this many ranks."""
     found: dict[str, Found] = {}
     for i in range(0, len(names), TOGETHER):
         some = list(names[i : i + TOGETHER])
         try:
-            these = world(ranks).run(parity.attempt, some, options, timeout=400)[0]
+            these = world(ranks).run(parity.attempt, some, options, compare, timeout=400)[0]
         except WorldError as error:
             these = dict.fromkeys(some, str(error))
         found |= {name: each if isinstance(each, dict) else refusal(each) for name, each in these.items()}
@@ -118,6 +123,51 @@ def escaped(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
+COMPOSITE = "## Models with images, sound or an encoder"
+
+
+def composite_section(two: dict[str, Found], four: dict[str, Found]) -> list[str]:
+    """The section of whole models with images, sound or an encoder."""
+    here = environment()
+    versions = ", ".join(f"{name} {here['packages'][name]}" for name in ("torch", "transformers"))
+    ran = [name for name in two if "refused" not in two[name]]
+    return [
+        COMPOSITE,
+        "",
+        "Whole models of images or sounds, and encoder-decoders, with real inputs of each kind and labels.",
+        f"{sum(exact(two[name]) and exact(four[name]) for name in ran)} of {len(two)} are exact. "
+        "*Whole*: the outermost modules",
+        "without a split weight matrix, on 2 ranks; the reasons follow.",
+        "",
+        "    python -m tests.parallel.hf.table --composite > models.md.new      (only this section is measured anew)",
+        "",
+        f"{here['processor']}, {here['cores']} cores; Python {here['python']}, {versions}, fusedtp {here['fusedtp']}.",
+        "",
+        "| family | split | logits | gradient | tokens | fused | gathered | whole |",
+        "|---|---|---|---|---|---:|---|---|",
+        *(composite_row(name, two[name], four[name]) for name in two),
+        "",
+        "| family | module | why |",
+        "|---|---|---|",
+        *reasons(two, four, {}),
+        "",
+    ]
+
+
+def composite_row(name: str, two: Found, four: Found) -> str:
+    whole = "" if "refused" in two else ", ".join(f"`{each}`" for each in two["unsplit"])
+    cells = row(name, two, four, None).removesuffix(" |").split(" | ")
+    return " | ".join([*cells[:-1], whole]) + " |"
+
+
+def with_section(page: str, section: list[str]) -> str:
+    """The page with this section in place of the one with its heading, or before "Without a plan"."""
+    begin = page.find(f"{section[0]}\n")
+    begin = page.index("## Without a plan\n") if begin < 0 else begin
+    end = page.index("## Without a plan\n", begin)
+    return page[:begin] + "\n".join(section) + "\n" + page[end:]
+
+
 HEAD = [
     "| family | split | logits | gradient | tokens | fused | gathered | experts |",
     "|---|---|---|---|---|---:|---|---|",
@@ -129,9 +179,11 @@ def page(
     four: dict[str, Found],
     experts: dict[str, Found],
     text: tuple[dict[str, Found], ...],
+    wholes: tuple[dict[str, Found], ...],
     inferred: tuple[dict[str, Found], ...],
 ) -> str:
-    """The whole page. `text`: towers, on two and on four ranks; `inferred`: models without a plan."""
+    """The whole page. On two and on four ranks, `text`: towers; `wholes`: models with images, sound or an encoder;
+    `inferred`: models without a plan."""
     here, names = environment(), list(two)
     kinds = [status(two[name], four[name]) for name in names]
     every = [exact(two[name]) and exact(four[name]) for name in names]
@@ -185,6 +237,7 @@ def page(
         *HEAD,
         *(row(name, text[0][name], text[1][name], None) for name in text[0]),
         "",
+        *composite_section(*wholes),
         "## Without a plan",
         "",
         "Causal language models without a plan of transformers: one is inferred ([guide.md](guide.md#plans)).",
@@ -210,13 +263,17 @@ def page(
 
 def main() -> None:
     warnings.filterwarnings("ignore")
+    wholes = tuple(measured(sorted(composite.CASES), ranks, {}, composite.compare) for ranks in (2, 4))
+    if "--composite" in sys.argv[1:]:
+        print(with_section(PAGE.read_text(), composite_section(*wholes)).rstrip("\n"))
+        return
     names = sorted(name for name in families() if name not in LARGE)
     with_experts = [name for name in names if getattr(CONFIG_MAPPING[name], "base_model_ep_plan", None)]
     two = measured(names, 2, {})
     experts = measured(with_experts, 2, {"experts": fusedtp.ExpertSplit()})
     text = tuple(measured(sorted(towers()), ranks, {}) for ranks in (2, 4))
     inferred = tuple(measured(sorted(UNPLANNED), ranks, {}) for ranks in (2, 4))
-    print(page(two, measured(names, 4, {}), experts, text, inferred))
+    print(page(two, measured(names, 4, {}), experts, text, wholes, inferred))
 
 
 if __name__ == "__main__":
