@@ -22,13 +22,11 @@ to gather) is shared by all its modules.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, partial, wraps
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -371,7 +369,7 @@ def own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     reads = self._parameters or at.children or at.below
     if reads and at.inner is None and _runs_again(self):
         return _opened_inside(self, args, kwargs)
-    with _plain_parameters(self) if reads else nullcontext():
+    with plain_parameters(self) if reads else nullcontext():
         return type(self).forward(self, *args, **kwargs) if at.inner is None else at.inner(*args, **kwargs)
 
 
@@ -399,7 +397,7 @@ def _opened_inside(self: Any, args: Any, kwargs: Any) -> Any:
 
     def inside(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         def opening(*given: Any, **named: Any) -> Any:
-            with _plain_parameters(self):
+            with plain_parameters(self):
                 return forward(*given, **named)
 
         return checkpoint(opening, *inputs, **options)
@@ -490,10 +488,12 @@ def leave(model: Any, args: Any, outputs: Any) -> Any:
         model._fusedtp.running = False
     if model._fusedtp.watched is not None:
         check_draws(model)
-    return _plain(gather_maps(model, outputs) if model._fusedtp.maps else outputs)
+    return plain_outputs(gather_maps(model, outputs) if model._fusedtp.maps else outputs)
 
 
-def _plain(outputs: Any) -> Any:
+def plain_outputs(outputs: Any) -> Any:
+    """The outputs of a model with plain tensors in place of shards."""
+
     def plain(x: Any) -> Any:
         if isinstance(x, TokenShard):
             return x.full_tensor("leaving the model")
@@ -504,41 +504,13 @@ def _plain(outputs: Any) -> Any:
     return tree_map(plain, outputs)
 
 
-FEATURES = re.compile(r"get_(image|video|audio)_features")
-
-
-def open_features(model: nn.Module, shared: Model) -> None:
-    """Make methods that compute features of images and sounds work outside of a forward, where generate calls them."""
-    for module in model.modules():
-        for name in filter(FEATURES.fullmatch, dir(type(module))):
-            module._fusedtp_shared = shared  # type: ignore[assignment]
-            setattr(module, name, MethodType(_opened_features(getattr(type(module), name)), module))
-
-
-@cache
-def _opened_features(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The method with the module's own parameters as plain tensors; its outputs are plain if no forward runs."""
-
-    @wraps(own)
-    def features(self: Any, *args: Any, **kwargs: Any) -> Any:
-        shared: Model = self._fusedtp_shared
-        if shared.running or torch.compiler.is_compiling():
-            return own(self, *args, **kwargs)
-        with _plain_parameters(self) if isinstance(getattr(self, "parallel", None), Own) else nullcontext():
-            done = own(self, *args, **kwargs)
-        shared.running = False  # the hooks of stacks inside set it
-        return _plain(done)
-
-    return features
-
-
 def divided(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module that every rank adds to a sum, although its output is the same on all ranks."""
     return own_forward(self, input / self.parallel.world_size, *args, **kwargs)
 
 
 @contextmanager
-def _plain_parameters(module: Any) -> Iterator[None]:
+def plain_parameters(module: Any) -> Iterator[None]:
     at: Own = module.parallel
     children = [module._modules[name] for name in at.children]
     # if ranks have different heads, a module checks the gradients of its parameters itself

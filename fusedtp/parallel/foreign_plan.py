@@ -23,6 +23,7 @@ from fusedtp.nn.heads import heads_split, sizes_that_split
 
 from .agree import check_same_inputs, watch_draws
 from .attention_maps import mark_maps
+from .features import open_features
 from .foreign import (
     PARAMETERS,
     Colwise,
@@ -37,7 +38,6 @@ from .foreign import (
     Summed,
     enter,
     leave,
-    open_features,
 )
 from .foreign_experts import ExpertsByRank
 from .local_view import WORDS as OF_LOCAL_VIEW
