@@ -184,6 +184,7 @@ def test_auto_on_a_gpu(rows, dtype, width, want, tmp_path):
     comm = SimpleNamespace(
         world_size=8,
         has_workspace=True,
+        differences={},
         device=torch.device("cuda", 0),
         world=SimpleNamespace(shares_process=False),
     )
