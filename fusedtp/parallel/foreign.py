@@ -1,4 +1,6 @@
-"""Tensor parallelism for third-party modules, unchanged: the style names of a plan, and what each does to a module.
+"""Tensor parallelism for third-party modules, unchanged: the forwards by which a split module runs.
+
+A plan's words choose them; foreign_styles.py says what each word splits and refuses.
 
     colwise                       nn.Linear: one gather for all linears that share an input, `columns`
     colwise_gather_output         the same, and each rank gets all features
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,11 +35,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusedtp.comm import Communicator
 from fusedtp.comm.draws import Watched
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import (
@@ -52,12 +52,10 @@ from fusedtp.ops.tokens import (
 
 from .agree import check_draws, named_leaves
 from .attention_maps import gather_maps
-from .by_token import by_token
-from .layers import ColumnParallel, RowParallel, VocabParallel, draws_in_part, draws_in_whole, unequal
-from .placement import Mesh, Placement, is_compiled, is_replicated, local, opened, read
+from .layers import ColumnParallel, RowParallel, VocabParallel, draws_in_part, draws_in_whole
+from .placement import is_compiled, is_replicated, local, opened, read
 from .question import Question, precision
 from .siblings import Siblings, in_autocast, project_all
-from .styles import FusedEmbedding, Style, computed, set_forward
 from .table_rows import Table, as_parameter
 from .token_shard import Tokens, TokenShard
 from .vocab_shard import Columns as VocabColumns
@@ -547,265 +545,3 @@ def _splits(module: Any) -> bool:
 
 def _is_on_one_mesh(parameter: Tensor) -> bool:
     return not isinstance(parameter, DTensor) or parameter.device_mesh.ndim == 1
-
-
-# --- styles -----------------------------------------------------------------------------------------------------
-
-
-class Foreign(Style):
-    """A module that keeps its forward; also the base class of the styles that replace it.
-
-    model   state shared by the modules of one model
-    named   its own parameters that the plan names -> the plan's style name
-    """
-
-    def __init__(
-        self, model: Model, *, named: Mapping[str, str] | None = None, engine: str = "auto",
-        sequence_parallel: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.model, self.named = model, dict(named or {})
-        self.children: tuple[str, ...] = ()
-        self.below: tuple[str, ...] = ()
-        self.splits = self.inside = False
-        self.options: dict[str, Any] = {"engine": engine, "sequence_parallel": sequence_parallel}
-
-    def faults(self, module: Any, world_size: int) -> list[str]:
-        if getattr(module, "max_norm", None) is not None:
-            return ["an embedding with max_norm changes its table when it is read; build it without max_norm"]
-        return [
-            fault
-            for name, parameter in module.named_parameters(recurse=False)
-            for found in (_uneven, partial(_unaligned, module))
-            for fault in found(name, parameter, self.placement(name, parameter), world_size)
-        ] + [
-            f"{name} has {module._parameters[name].shape[-1]} features in pairs, which {world_size} ranks cannot share"
-            for name, word in self.named.items()
-            if word == "rowwise_pairs" and module._parameters[name].shape[-1] % (2 * world_size)
-        ]
-
-    def placement(self, name: str, parameter: Tensor) -> Placement:
-        """The placement of one of the module's own parameters."""
-        word = self.named.get(name)
-        return Replicate() if word is None else PARAMETERS[word](name, parameter.dim())
-
-    def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
-        own = module.named_parameters(recurse=False)
-        return {name: self.placement(name, parameter) for name, parameter in own}
-
-    def member(self, comm: Communicator) -> dict[str, Any]:
-        """The fields of Member."""
-        return {"group": comm.name, "rank": comm.rank, "world_size": comm.world_size, **self.options}
-
-    def own(self, module: Any, comm: Communicator) -> dict[str, Any]:
-        """The fields of Own."""
-        placed = self.placements(module, comm.world_size)
-        sharded = frozenset(name for name, placement in placed.items() if not isinstance(placement, Replicate))
-        return {
-            "members": comm.name, "world_size": comm.world_size, "children": self.children, "below": self.below,
-            "splits": self.splits, "inside": self.inside,
-            "sharded": sharded, "divided": frozenset(name for name, word in self.named.items() if word == "divided"),
-        }  # fmt: skip
-
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        own = self.own(module, comm)
-        alike = None if own["sharded"] or own["children"] else by_token(module)
-        install(module, Own(**own, alike=alike), own_forward)
-
-
-class PartialGradients(Foreign):
-    """A replicated module that sees only some of the heads, so that its gradients are partial sums."""
-
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Own(**self.own(module, comm), partial=True), own_forward)
-
-
-class LatentProjection(Foreign):
-    """See mla_down_projection."""
-
-    def __init__(self, model: Model, rotary_width: int | None, **options: Any) -> None:
-        super().__init__(model, **options)
-        self.rotary_width = rotary_width
-
-    def faults(self, module: Any, world_size: int) -> list[str]:
-        if self.rotary_width is None:
-            return ["the model's config has no qk_rope_head_dim, the width of its rotary keys"]
-        return super().faults(module, world_size)
-
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Own(**self.own(module, comm), rotary_width=self.rotary_width or 0), mla_down_projection)
-
-
-class Summed(Foreign):
-    """See partial_sum."""
-
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, PartialSum(**self.own(module, comm)), partial_sum)
-
-
-class Shared(Foreign):
-    """See divided."""
-
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Divided(**self.own(module, comm)), divided)
-
-
-class Colwise(Foreign):
-    """Output features split over ranks.
-
-    gather_output   return all features on every rank
-    head_dim        the features are heads of this width: if there are fewer heads than ranks (kv heads), the weight is
-                    replicated and each rank uses the rows of its head
-    packed          number of matrices concatenated along the features; each of them is split
-    """
-
-    def __init__(self, model: Model, *, gather_output: bool = False, packed: int = 1, **options: Any) -> None:
-        super().__init__(model, **options)
-        self.gather_output, self.packed = gather_output, packed
-        self.head_dim: int | None = None
-        self.kv_heads = 0
-        self.vocabulary = False
-        self.siblings = Siblings()
-
-    def faults(self, module: Any, world_size: int) -> list[str]:
-        return faults_of_linear(module) or super().faults(module, world_size)
-
-    def shares_heads(self, module: Any, world_size: int) -> bool:
-        return self.head_dim is not None and module.weight.shape[0] // self.head_dim < world_size
-
-    def placement(self, name: str, parameter: Tensor) -> Placement:
-        return StridedShard(0, split_factor=self.packed) if self.packed > 1 else Shard(0)
-
-    def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
-        return {} if self.shares_heads(module, world_size) else super().placements(module, world_size)
-
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        features = None
-        if self.shares_heads(module, comm.world_size):
-            assert self.head_dim is not None
-            ranks_a_head = comm.world_size * self.head_dim // module.weight.shape[0]
-            features = (comm.rank // ranks_a_head * self.head_dim, self.head_dim)
-        self.siblings.linears.append(module)
-        part = features is None and not self.gather_output
-        parallel = Columns(
-            **self.member(comm), gather_output=self.gather_output and not self.vocabulary, features=features,
-            vocabulary=self.vocabulary, model=self.model, siblings=self.siblings,
-            unequal=unequal(module.weight.shape[0] // self.packed, comm.world_size) if part else (),
-        )  # fmt: skip
-        install(module, parallel, columns)
-
-
-class Rowwise(Foreign):
-    """Input features split over ranks. split_input: the input is whole."""
-
-    def __init__(self, model: Model, *, split_input: bool = False, packed: int = 1, **options: Any) -> None:
-        super().__init__(model, **options)
-        self.split_input, self.packed = split_input, packed
-
-    def faults(self, module: Any, world_size: int) -> list[str]:
-        return faults_of_linear(module) or super().faults(module, world_size)
-
-    def placement(self, name: str, parameter: Tensor) -> Placement:
-        if name == "bias":
-            return Replicate()
-        return StridedShard(1, split_factor=self.packed) if self.packed > 1 else Shard(1)
-
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        features = unequal(module.weight.shape[1] // self.packed, comm.world_size)
-        at = Rows(**self.member(comm), split_input=self.split_input, model=self.model, unequal=features)
-        install(module, at, rows)
-
-
-class Embedding(Foreign):
-    """The vocabulary split over ranks."""
-
-    def faults(self, module: Any, world_size: int) -> list[str]:
-        return FusedEmbedding().faults(module, world_size) + _patched(module)
-
-    def placement(self, name: str, parameter: Tensor) -> Placement:
-        return Shard(0)
-
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        plain = type(module).forward is nn.Embedding.forward
-        parallel = Vocabulary(**self.member(comm), model=self.model)
-        install(module, parallel, embedding if plain else own_embedding)
-
-
-class EmbeddingColumns(Embedding):
-    """An embedding's features split over ranks."""
-
-    def placement(self, name: str, parameter: Tensor) -> Placement:
-        return Shard(1)
-
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        options = {**self.member(comm), "sequence_parallel": False}
-        install(module, Vocabulary(**options, model=self.model), embedding_columns)
-
-
-def _features(name: str, dims: int) -> int:
-    """The dimension of output features: the second to last of [out, in] and [experts, out, in]."""
-    return max(dims - 2, 0)
-
-
-# Style name -> placement, for parameters that a plan names directly; the module keeps its own forward.
-PARAMETERS: dict[str, Callable[[str, int], Placement]] = {
-    "colwise": lambda name, dims: Shard(_features(name, dims)),
-    "rowwise": lambda name, dims: Replicate() if name == "bias" else Shard(dims - 1),
-    "packed_colwise": lambda name, dims: StridedShard(_features(name, dims), split_factor=2),
-    "packed_rowwise": lambda name, dims: Replicate() if dims == 1 else StridedShard(dims - 1, split_factor=2),
-    "replicate": lambda name, dims: Replicate(),
-    "rowwise_pairs": lambda name, dims: Shard(dims - 1),  # keeps features 0 and 1, 2 and 3, ... together
-    "divided": lambda name, dims: Replicate(),  # every rank adds 1 / W of it to a sum
-    "grouped_gemm": lambda name, dims: Shard(0),
-}
-
-
-def _uneven(name: str, parameter: Tensor, placement: Placement, world_size: int) -> list[str]:
-    """Packed matrices must divide evenly: DTensor reassembles uneven parts wrongly."""
-    if not isinstance(placement, StridedShard):
-        return []
-    each, rest = divmod(int(parameter.shape[placement.dim]), int(placement.split_factor))
-    if not rest and each % world_size == 0:
-        return []
-    packed = f"{name} packs {placement.split_factor} matrices of {each} features"
-    return [f"{packed}, which {world_size} ranks cannot share evenly"]
-
-
-def _unaligned(module: Any, name: str, parameter: Tensor, placement: Placement, world_size: int) -> list[str]:
-    """Rows of expert weights must be multiples of 16 bytes for torch's grouped_mm, which transformers uses for them."""
-    kind = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    split_rows = isinstance(placement, Shard) and placement.dim % parameter.dim() == 2 == parameter.dim() - 1
-    if kind != "grouped_mm" or not split_rows:
-        return []
-    width, size = parameter.shape[2], parameter.element_size()
-    if width * size % 16 or not any(part * size % 16 for part in split(width, world_size)):
-        return []
-    return [
-        f"{name}: {width} features split over {world_size} ranks give rows that are not a multiple of 16 bytes, as "
-        "grouped_mm needs; pass experts=fusedtp.ExpertSplit() to keep experts whole"
-    ]
-
-
-def install(module: Any, parallel: Any, forward: Callable[..., Any]) -> None:
-    """Set module.parallel, and a forward that uses it."""
-    inner = module.__dict__.get("forward")
-    if inner is not None and isinstance(parallel, Own):
-        parallel = replace(parallel, inner=inner)
-    module.parallel = parallel
-    set_forward(module, forward)
-
-
-def faults_of_linear(module: Any) -> list[str]:
-    """Why a module's forward cannot be replaced by the forward of a split linear."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(module, nn.Linear) or not isinstance(weight, Tensor) or weight.dim() != 2:
-        return [f"{type(module).__name__} is not a linear layer with a weight [out_features, in_features]"]
-    if type(module).forward is not nn.Linear.forward:
-        return [f"{type(module).__name__} has its own forward, which splitting would replace"]
-    return computed(module) + _patched(module)
-
-
-def _patched(module: Any) -> list[str]:
-    if "forward" not in module.__dict__:
-        return []
-    return ["its forward was replaced on the instance; parallelize before patching it"]

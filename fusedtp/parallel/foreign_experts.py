@@ -25,7 +25,8 @@ from fusedtp.ops.moe import moe_combine, moe_dispatch, moe_rounds, usual_room
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import gather_tokens, take_tokens
 
-from .foreign import Foreign, Own, install, own_forward
+from .foreign import Own, own_forward
+from .foreign_styles import Foreign, install
 from .placement import Mesh, Placement
 from .token_shard import TokenShard
 

@@ -24,22 +24,20 @@ from fusedtp.nn.heads import heads_split, sizes_that_split
 from .agree import check_same_inputs, watch_draws
 from .attention_maps import mark_maps
 from .features import open_features
-from .foreign import (
+from .foreign import Model, enter, leave
+from .foreign_experts import ExpertsByRank
+from .foreign_styles import (
     PARAMETERS,
     Colwise,
     Embedding,
     EmbeddingColumns,
     Foreign,
     LatentProjection,
-    Model,
     PartialGradients,
     Rowwise,
     Shared,
     Summed,
-    enter,
-    leave,
 )
-from .foreign_experts import ExpertsByRank
 from .local_view import WORDS as OF_LOCAL_VIEW
 from .local_view import Words, features_of
 from .placement import Mesh, Way

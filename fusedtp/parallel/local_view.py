@@ -26,7 +26,8 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 
 from fusedtp.comm import Communicator
 
-from .foreign import Columns, Colwise, Foreign, Model, Own, Rows, Rowwise, columns, install, own_forward, rows
+from .foreign import Columns, Model, Own, Rows, columns, own_forward, rows
+from .foreign_styles import Colwise, Foreign, Rowwise, install
 from .layers import accumulated, unequal
 from .placement import Mesh, Placement
 from .styles import computed

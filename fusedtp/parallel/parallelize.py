@@ -79,7 +79,12 @@ def parallelize(
         plan = plan if experts is None else with_experts(model, plan, experts)
         check_plan(model, mesh, plan, complete=not own)
         if prove is not False:
-            proof = partial(_proved, model, mesh, plan, own, sequence_parallel, prove)
+            given = plan
+
+            def proof() -> tuple[Mapping[str, Any], dict[str, str]]:
+                found = _proved(model, mesh, given, own, sequence_parallel, prove)
+                return with_towers(model, comm.world_size, *found, sequence_parallel) if own else found
+
             plan, more = agreed_plan(proof, comm) if isinstance(mesh, DeviceMesh) else proof()
             whole |= more
         adopt(
@@ -166,21 +171,6 @@ def _proved(
     must: bool | None,
 ) -> tuple[Mapping[str, Any], dict[str, str]]:
     """The exact part of a plan, and module -> why it stays whole. A plan given by the user is exact or rejected."""
-    kept, whole = _proved_text(model, mesh, plan, own, sequence_parallel, must)
-    if not own:
-        return kept, whole
-    return with_towers(model, communicator(mesh).world_size, kept, whole, sequence_parallel)
-
-
-def _proved_text(
-    model: nn.Module,
-    mesh: Mesh,
-    plan: Mapping[str, Any],
-    own: bool,
-    sequence_parallel: bool,
-    must: bool | None,
-) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """_proved for what a run on token ids reaches."""
     prefix, inner = _inside(model, plan)
     inner_plan = {pattern.removeprefix(prefix): style for pattern, style in plan.items()}
     try:

@@ -22,8 +22,9 @@ from fusedtp.comm import communicator
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import gather_tokens, take_tokens
 
-from .foreign import Colwise, Model, Rowwise, faults_of_linear
+from .foreign import Model
 from .foreign_experts import exchanged
+from .foreign_styles import Colwise, Rowwise, faults_of_linear
 
 
 def register_with_transformers() -> None:

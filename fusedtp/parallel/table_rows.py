@@ -24,7 +24,7 @@ from fusedtp.ops.tokens import all_reduce_sum
 
 from .layers import VocabParallel
 from .placement import local
-from .torch_names import METADATA, name_of
+from .torch_names import name_of
 
 INDEXES = re.compile(r"\.weight\[")
 
@@ -45,11 +45,7 @@ class Table(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = name_of(func)
-        if name in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if name == "__getitem__":
+        if name_of(func) == "__getitem__":
             first, *rest = args[1] if isinstance(args[1], tuple) else (args[1],)
             if type(first) is int:
                 return args[0].row(first)[tuple(rest)]
