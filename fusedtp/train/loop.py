@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fusedtp.nn import CausalLM, MoE
+from fusedtp.nn import CausalLM, MoE, advance_fp8_
 from fusedtp.nn.balance import max_violation, update_bias_
 from fusedtp.nn.router import Routing
 from fusedtp.parallel import clip_grad_norm_
@@ -153,6 +153,7 @@ class Trainer:
         if taken:
             with self.watch.clocks("optimizer"):
                 self.optimizer.step()
+                advance_fp8_(self.model)
         else:
             numbers["grad_norm"] = math.inf
         self.optimizer.zero_grad()

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fusedtp.comm import SignalTimeout
 from fusedtp.commands.build import build
 from fusedtp.commands.run import trainer_of, validation_loss
-from fusedtp.nn import CausalLM, ModelConfig
+from fusedtp.nn import CausalLM, FP8Linear, ModelConfig
 from fusedtp.nn.init import init_
 from fusedtp.parallel import parallelize
 from fusedtp.train import loop
@@ -29,6 +29,7 @@ from fusedtp.train.foreign import TransformersModel
 from fusedtp.train.mesh import World
 from fusedtp.train.shard import shard
 from fusedtp.train.stages import Pipeline, cut, prune_
+from fusedtp.train.watch import Guard
 from tests.train.support import mesh_of, meshes_of
 from tests.train.test_stages import model_of
 
@@ -347,6 +348,33 @@ def test_validation_comes_last_or_every_so_many_steps(val_every: int, steps: lis
     trainer = loop.Trainer(model, batches, optimizer, validate=lambda: 1.5, val_every=val_every)
     assert trainer.train(3)
     assert trainer.metrics.validations == [{"step": step, "val_loss": 1.5} for step in steps]
+
+
+def test_scales_of_fp8_follow_the_steps_that_were_taken():
+    """With a history, scales come from earlier steps. Step 1 of three is skipped, for its gradients are infinite."""
+    model = small_model(0.0)
+    mlp: Any = model.layers[0].mlp
+    weight = mlp.down_proj.weight
+    mlp.down_proj = FP8Linear(*reversed(weight.shape), scales="tensor", history=4, min_rows=0)
+    mlp.down_proj.load_state_dict({"weight": weight})
+    batches = [{"input_ids": torch.arange(10).view(2, 5)}]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = loop.Trainer(model, batches, optimizer, guard=Guard(World(), "skip"))
+    largest: list[float] = []
+
+    def record(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        largest.append(args[0].abs().max().item())
+        if trainer.step == 1:
+            output.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+
+    mlp.down_proj.register_forward_hook(record)
+    for _ in range(3):
+        trainer.train_step()
+    assert torch.isinf(torch.tensor([record["grad_norm"] for record in trainer.metrics.steps])).tolist() == [0, 1, 0]
+    assert all(mlp.down_proj.operations.scaling.seen)
+    history = mlp.down_proj.amax_history
+    assert history[:2, 0].tolist() == [max(largest[1:]), largest[0]]
+    assert history.isfinite().all() and not history[2:].any() and not mlp.down_proj.amax.any()
 
 
 @pytest.mark.parametrize("make", [lambda: small_model(0.0), lambda: small_foreign()], ids=["own", "transformers"])
