@@ -51,8 +51,34 @@ class Step(NamedTuple):
     style: Any
 
 
+LIKE_T5 = ("T5", "MT5", "UMT5", "LongT5")
+# A layer's scores include a position bias of its heads. In T5 the first layer computes it for all layers. Its table is
+# split by heads, like the projections.
+T5_STACK = {
+    "embed_tokens": "embedding_rowwise",
+    **{
+        f"block.*.layer.*.{attention}{part}": word
+        for attention in ("SelfAttention", "LocalSelfAttention", "TransientGlobalSelfAttention", "EncDecAttention")
+        for part, word in {
+            "": "local_view(n_heads, inner_dim)",
+            ".q": "colwise",
+            ".k": "colwise",
+            ".v": "colwise",
+            ".o": "rowwise",
+            ".relative_attention_bias.weight": "rowwise",
+            ".global_relative_attention_bias.weight": "rowwise",
+        }.items()
+    },
+    "block.*.layer.*.DenseReluDense.wi": "colwise",
+    "block.*.layer.*.DenseReluDense.wi_0": "colwise",
+    "block.*.layer.*.DenseReluDense.wi_1": "colwise",
+    "block.*.layer.*.DenseReluDense.wo": "rowwise",
+}
+
 # Class -> plan, if transformers has none for the layers. gpt-oss interleaves gate and up in its experts.
 OWN_PLANS: dict[str, dict[str, str]] = {
+    **{f"{family}Stack": T5_STACK for family in LIKE_T5},
+    **{f"{family}ForConditionalGeneration": {"lm_head": "colwise_gather_output"} for family in LIKE_T5},
     "GptOssModel": {
         "embed_tokens": "embedding_rowwise",
         "layers.*.self_attn.q_proj": "colwise",

@@ -19,13 +19,13 @@ from tests.parallel.support import tp_mesh
 from . import composite
 
 ALL = os.environ.get("FUSEDTP_ALL_MODELS") == "1"
-# Families that differ in kind: sound; images, in a model without a plan; an encoder-decoder with a plan.
-SAMPLE = ["qwen2_audio", "qwen3_vl", "t5gemma"]
+# Families that differ in kind: sound; images, in a model without a plan; encoder-decoders with our and their plan.
+SAMPLE = ["qwen2_audio", "qwen3_vl", "t5", "t5gemma"]
 # Some linear layers stay whole, for reasons that docs/models.md gives.
 NOT_ALL_SPLIT = {
     *("cohere2_vision", "deepseek_vl", "florence2", "gemma3", "glm4v", "glm4v_moe", "idefics2", "idefics3", "kimi_k25"),
-    *("led", "lfm2_vl", "longt5", "mllama", "moonshine", "mt5", "nllb-moe", "ovis2", "smolvlm", "speech_to_text"),
-    *("switch_transformers", "t5", "umt5"),
+    *("led", "lfm2_vl", "mllama", "moonshine", "nllb-moe", "ovis2", "smolvlm", "speech_to_text"),
+    *("switch_transformers"),
 }
 
 
