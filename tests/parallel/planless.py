@@ -144,3 +144,74 @@ class NanoGPT(nn.Module):
             x = x + layer["attn"](layer["ln_1"](x))
             x = x + layer["mlp"](layer["ln_2"](x))
         return self.lm_head(x)
+
+
+class Modulated(nn.Module):
+    """A norm whose scale and shift come from one vector of the sample."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(dim, elementwise_affine=False), nn.Linear(dim, 2 * dim)
+
+    def forward(self, x: Tensor, vector: Tensor) -> Tensor:
+        scale, shift = self.linear(F.silu(vector))[:, None].chunk(2, dim=-1)
+        return self.norm(x) * (1 + scale) + shift
+
+
+class JointAttention(nn.Module):
+    """Attention over tokens of an image and of a text together; with one kind alone, its layers for the other idle."""
+
+    def __init__(self, dim: int, num_heads: int, last: bool) -> None:
+        super().__init__()
+        self.num_heads, self.last = num_heads, last
+        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
+        self.add_q, self.add_k, self.add_v = (nn.Linear(dim, dim) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(dim, dim), nn.Dropout(0.0)])
+        if not last:
+            self.to_add_out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, text: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        parts = [(x, self.to_q, self.to_k, self.to_v)]
+        if text is not None:
+            parts.append((text, self.add_q, self.add_k, self.add_v))
+        q, k, v = (torch.cat([part[i](part[0]) for part in parts], dim=1) for i in (1, 2, 3))
+        heads = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        image, rest = y.split([x.shape[1], y.shape[1] - x.shape[1]], dim=1)
+        image = self.to_out[1](self.to_out[0](image))
+        return image, self.to_add_out(rest) if text is not None and not self.last else None
+
+
+class JointBlock(nn.Module):
+    def __init__(self, dim: int, num_heads: int, last: bool) -> None:
+        super().__init__()
+        self.norm, self.norm_text = Modulated(dim), Modulated(dim)
+        self.attn = JointAttention(dim, num_heads, last)
+        self.ff = nn.Sequential(nn.Linear(dim, 48), nn.GELU(), nn.Linear(48, dim))
+
+    def forward(self, x: Tensor, text: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        image, more = self.attn(self.norm(x, vector), self.norm_text(text, vector))
+        x = x + image
+        return x + self.ff(x), text if more is None else text + more
+
+
+class Diffusion(nn.Module):
+    """A diffusion transformer, as Stable Diffusion 3's: its inputs cannot be guessed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.caption, self.step = nn.Linear(4, WIDTH), nn.Linear(12, WIDTH), nn.Linear(1, WIDTH)
+        self.blocks = nn.ModuleList(JointBlock(WIDTH, HEADS, last) for last in (False, False, True))
+        self.out = nn.Linear(WIDTH, 4)
+
+    def forward(self, latent: Tensor, caption: Tensor, step: Tensor) -> Tensor:
+        x, text, vector = self.patches(latent), self.caption(caption), self.step(step[:, None])
+        for block in self.blocks:
+            x, text = block(x, text, vector)
+        return self.out(x)
+
+    @staticmethod
+    def example(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        latent, caption = (torch.randn(2, n, k, generator=generator) for n, k in ((8, 4), (6, 12)))
+        return {name: x.to(dtype) for name, x in (("latent", latent), ("caption", caption), ("step", torch.ones(2)))}

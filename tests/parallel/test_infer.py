@@ -18,6 +18,9 @@ from torch.utils._pytree import tree_leaves
 import fusedtp
 from fusedtp.parallel.infer import Search, infer
 from fusedtp.parallel.local_view import NarrowInput, names_in
+from fusedtp.parallel.observe import recorded
+from fusedtp.parallel.plan import generic
+from fusedtp.parallel.trial import Inputs
 from fusedtp.parallel.vocab_shard import VocabShard
 from tests.harness import world
 from tests.parallel import planless
@@ -697,3 +700,90 @@ def padded(group: Any) -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_an_encoder_of_torch_takes_padding_without_gradients():
     world(2).run(padded)
+
+
+# --- an example of the model's inputs ---------------------------------------------------------------------------------
+
+ATTENTION = {f"attn.{name}": "colwise" for name in ("to_q", "to_k", "to_v", "add_q", "add_k", "add_v")}
+
+
+def on_an_example(group: Any, given: bool) -> tuple[dict[str, float], float, dict[str, str]]:
+    """Largest differences from one device, the share of split parameters, and what stays whole."""
+    torch.manual_seed(0)
+    plain, example = planless.Diffusion().double(), planless.Diffusion.example(torch.float64)
+    split: Any = copy.deepcopy(plain)
+    fusedtp.parallelize(split, tp_mesh(group), example=example if given else None)
+    weights = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    want, got = plain(**example), split(**example)
+    for y in (want, got):
+        (y * weights).sum().backward()
+    errors = {"output": difference(got, want)}
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    least = 1e-3 * max(float(g.abs().max()) for g in wanted.values())
+    own = dict(split.named_parameters())
+    errors |= {name: difference(own[name].grad, want, least) for name, want in wanted.items()}
+    parts = sum(p.numel() for p in own.values() if not p.placements[0].is_replicate())
+    return errors, parts / sum(p.numel() for p in own.values()), dict(split._fusedtp.whole)
+
+
+@pytest.mark.parametrize(("given", "least"), [(True, 0.9), (False, 0.15)])
+def test_a_model_whose_inputs_cannot_be_guessed(given: bool, least: float):
+    """Without an example only its MLPs are split: attention would get inputs that no trial gave it."""
+    for errors, share, whole in world(2).run(on_an_example, given):
+        assert max(errors.values()) < 1e-9, errors
+        assert share > least
+        assert ("blocks.*.attn.to_q" in whole) == (not given)
+        if not given:
+            assert share < 0.4
+            assert "parallelize takes an example" in whole[""]
+            assert whole["blocks.*.attn.to_q"] == "add_q beside it did not run in the trial"
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_an_example_shows_joint_attention_and_adaptive_norms(monkeypatch: pytest.MonkeyPatch, large: bool):
+    """A large model is not copied: its modules are tried one by one, on what they got when the model ran."""
+    monkeypatch.setattr("fusedtp.parallel.infer.LARGEST_MODEL", 0 if large else 20_000_000)
+    model = planless.Diffusion().bfloat16()
+    found = infer(model, 2, example=planless.Diffusion.example(torch.bfloat16))
+    for i in range(3):
+        own = {name: word for name, word in found.plan.items() if name.startswith(("blocks.*", f"blocks.{i}."))}
+        own = {name.split(".", 2)[2]: word for name, word in own.items()}
+        rows = {"attn.to_out.0"} | ({"attn.to_add_out"} if i < 2 else set())
+        assert {name for name, word in own.items() if word == "rowwise"} == {*rows, "ff.2"} | {"attn.to_add_out"}
+        assert ATTENTION.items() <= own.items()
+        assert own["norm.linear"] == own["norm_text.linear"] == "colwise_gather_output"
+    assert found.whole.get("", "").endswith("a copy of the whole model cannot be run") == large
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_is_kept_of_a_run_on_an_example():
+    """Inputs are kept of the first module of a kind, in fp32 on the CPU; only activations require gradients."""
+    example = planless.Diffusion.example(torch.bfloat16)
+    found = recorded(planless.Diffusion().bfloat16(), Inputs((), example))
+    x, vector = found["blocks.*.norm"].args
+    assert x.dtype == vector.dtype == torch.float32 and x.requires_grad and vector.requires_grad
+    assert not any(x.requires_grad for x in found[generic("")].kwargs.values())
+    assert {name for name in found if name.startswith("blocks")} == {
+        generic(name) for name, module in planless.Diffusion().named_modules() if name.startswith("blocks.")
+    } - {"blocks.*.attn.to_out"}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"example": {"latent": torch.ones(2, 8, 5)}}, r"Diffusion cannot run on the example: TypeError: .*'caption'"),
+        ({"example": {}, "meta": True}, "an example needs a model with weights"),
+        ({"example": {}, "plan": {"out": "colwise_gather_output"}}, "example is for a plan that is inferred"),
+    ],
+)
+def test_an_example_that_does_not_help_is_refused(options: dict[str, Any], why: str):
+    (said,) = {str(each) for each in fusedtp.VirtualWorld(2).run(lambda group: refusal(group, options))}
+    assert re.search(why, said), said
+
+
+def refusal(group: Any, options: dict[str, Any]) -> str:
+    with torch.device("meta" if options.get("meta") else "cpu"):
+        model = planless.Diffusion()
+    with pytest.raises(ValueError) as error:
+        fusedtp.parallelize(model, group, **{key: x for key, x in options.items() if key != "meta"})
+    return str(error.value)

@@ -142,14 +142,24 @@ def compared(
         parallel.train()
         parallel.gradient_checkpointing_enable(options["checkpointing"])
         plain.train()
-    want = results(plain, inputs)
-    noises = [errors(results(perturbed(plain, seed), inputs), want) for seed in SEEDS]
+    found = against(group, plain, parallel, lambda model: results(model, inputs))
+    if options.get("generate", generates(plain)):
+        found["generate"] = torch.equal(*(generated(model, prompt) for model in (plain, parallel)))
+    return found
+
+
+def against(
+    group: Any, plain: nn.Module, parallel: Any, results: Callable[[nn.Module], dict[str, Tensor]]
+) -> dict[str, Any]:
+    """The errors of a split model, and their ratio to what roundoff explains. results: logits, loss and gradients."""
+    want = results(plain)
+    noises = [errors(results(perturbed(plain, seed)), want) for seed in SEEDS]
     noise = {key: max(each.get(key, 0.0) for each in noises) for key in want}
     parallel._fusedtp.calls.clear()
-    off = worst(group, errors(results(parallel, inputs), want))
+    off = worst(group, errors(results(parallel), want))
     excess = {key: error / max(LEAST, MARGIN * noise.get(key, 0.0)) for key, error in off.items()}
     most = max(excess, key=lambda key: excess[key])
-    found = {
+    return {
         "logits": off["logits"],
         "loss": off["loss"],
         "gradient": max(error for key, error in off.items() if key.startswith("gradient")),
@@ -161,9 +171,6 @@ def compared(
         "share": share_split(parallel),
         "unsplit": unsplit(parallel),
     }
-    if options.get("generate", generates(plain)):
-        found["generate"] = torch.equal(*(generated(model, prompt) for model in (plain, parallel)))
-    return found
 
 
 def share_split(model: nn.Module) -> float:

@@ -2,6 +2,7 @@
 
     python -m tests.parallel.hf.table > docs/models.md
     python -m tests.parallel.hf.table --composite          only the section of models with images, sound or an encoder
+    python -m tests.parallel.hf.table --diffusion          only that of diffusion transformers
 
 Runs parity.compare for each family on two and on four CPU ranks. Families with a plan for experts run once more on two
 ranks, with whole experts behind the library's exchange. Each row reports this run only; no earlier results are reused.
@@ -12,8 +13,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import CONFIG_MAPPING
 
@@ -21,7 +23,7 @@ import fusedtp
 from fusedtp.environment import environment
 from tests.harness import WorldError, world
 
-from . import composite, parity
+from . import composite, diffusion, parity
 from .families import HEAD_ONLY, LARGE, OTHERS, UNPLANNED, families, towers
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
@@ -123,38 +125,66 @@ def escaped(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-COMPOSITE = "## Models with images, sound or an encoder"
+class Section(NamedTuple):
+    """A section with columns of its own that can be measured alone.
+
+    about      what its models are; the number of those that are exact follows
+    packages   whose versions it states
+    """
+
+    heading: str
+    about: str
+    option: str
+    packages: tuple[str, ...]
+    cases: Sequence[str]
+    compare: Callable[..., Any]
+
+    def measured(self) -> tuple[dict[str, Found], ...]:
+        return tuple(measured(sorted(self.cases), ranks, {}, self.compare) for ranks in (2, 4))
+
+    def lines(self, two: dict[str, Found], four: dict[str, Found]) -> list[str]:
+        here = environment()
+        versions = ", ".join(f"{name} {version(name)}" for name in self.packages)
+        return [
+            self.heading,
+            "",
+            self.about,
+            f"{sum(exact(two[name]) and exact(four[name]) for name in two)} of {len(two)} are exact. "
+            "*Whole*: the outermost modules",
+            "without a split weight matrix, on 2 ranks; the reasons follow.",
+            "",
+            f"    python -m tests.parallel.hf.table {self.option} > models.md.new      (only this section is measured "
+            "anew)",
+            "",
+            f"{here['processor']}, {here['cores']} cores; Python {here['python']}, {versions}, "
+            f"fusedtp {here['fusedtp']}.",
+            "",
+            "| family | split | logits | gradient | tokens | fused | gathered | whole |",
+            "|---|---|---|---|---|---:|---|---|",
+            *(section_row(name, two[name], four[name]) for name in two),
+            "",
+            "| family | module | why |",
+            "|---|---|---|",
+            *reasons(two, four, {}),
+            "",
+        ]
 
 
-def composite_section(two: dict[str, Found], four: dict[str, Found]) -> list[str]:
-    """The section of whole models with images, sound or an encoder."""
-    here = environment()
-    versions = ", ".join(f"{name} {here['packages'][name]}" for name in ("torch", "transformers"))
-    ran = [name for name in two if "refused" not in two[name]]
-    return [
-        COMPOSITE,
-        "",
+SECTIONS = [
+    Section(
+        "## Models with images, sound or an encoder",
         "Whole models of images or sounds, and encoder-decoders, with real inputs of each kind and labels.",
-        f"{sum(exact(two[name]) and exact(four[name]) for name in ran)} of {len(two)} are exact. "
-        "*Whole*: the outermost modules",
-        "without a split weight matrix, on 2 ranks; the reasons follow.",
-        "",
-        "    python -m tests.parallel.hf.table --composite > models.md.new      (only this section is measured anew)",
-        "",
-        f"{here['processor']}, {here['cores']} cores; Python {here['python']}, {versions}, fusedtp {here['fusedtp']}.",
-        "",
-        "| family | split | logits | gradient | tokens | fused | gathered | whole |",
-        "|---|---|---|---|---|---:|---|---|",
-        *(composite_row(name, two[name], four[name]) for name in two),
-        "",
-        "| family | module | why |",
-        "|---|---|---|",
-        *reasons(two, four, {}),
-        "",
-    ]
+        "--composite", ("torch", "transformers"), list(composite.CASES), composite.compare,
+    ),
+    Section(
+        "## Diffusion transformers",
+        "Models of diffusers. A plan is inferred from an example of their inputs; *logits* are their outputs.",
+        "--diffusion", ("torch", "diffusers"), list(diffusion.CASES), diffusion.compare,
+    ),
+]  # fmt: skip
 
 
-def composite_row(name: str, two: Found, four: Found) -> str:
+def section_row(name: str, two: Found, four: Found) -> str:
     whole = "" if "refused" in two else ", ".join(f"`{each}`" for each in two["unsplit"])
     cells = row(name, two, four, None).removesuffix(" |").split(" | ")
     return " | ".join([*cells[:-1], whole]) + " |"
@@ -164,7 +194,7 @@ def with_section(page: str, section: list[str]) -> str:
     """The page with this section in place of the one with its heading, or before "Without a plan"."""
     begin = page.find(f"{section[0]}\n")
     begin = page.index("## Without a plan\n") if begin < 0 else begin
-    end = page.index("## Without a plan\n", begin)
+    end = page.index("\n## ", begin) + 1 if page.startswith(section[0], begin) else begin
     return page[:begin] + "\n".join(section) + "\n" + page[end:]
 
 
@@ -179,11 +209,11 @@ def page(
     four: dict[str, Found],
     experts: dict[str, Found],
     text: tuple[dict[str, Found], ...],
-    wholes: tuple[dict[str, Found], ...],
+    sections: Sequence[list[str]],
     inferred: tuple[dict[str, Found], ...],
 ) -> str:
-    """The whole page. On two and on four ranks, `text`: towers; `wholes`: models with images, sound or an encoder;
-    `inferred`: models without a plan."""
+    """The whole page. On two and on four ranks, `text`: towers; `inferred`: models without a plan. sections: lines of
+    SECTIONS."""
     here, names = environment(), list(two)
     kinds = [status(two[name], four[name]) for name in names]
     every = [exact(two[name]) and exact(four[name]) for name in names]
@@ -237,7 +267,7 @@ def page(
         *HEAD,
         *(row(name, text[0][name], text[1][name], None) for name in text[0]),
         "",
-        *composite_section(*wholes),
+        *(line for lines in sections for line in lines),
         "## Without a plan",
         "",
         "Causal language models without a plan of transformers: one is inferred ([guide.md](guide.md#plans)).",
@@ -263,17 +293,18 @@ def page(
 
 def main() -> None:
     warnings.filterwarnings("ignore")
-    wholes = tuple(measured(sorted(composite.CASES), ranks, {}, composite.compare) for ranks in (2, 4))
-    if "--composite" in sys.argv[1:]:
-        print(with_section(PAGE.read_text(), composite_section(*wholes)).rstrip("\n"))
-        return
+    for section in SECTIONS:
+        if section.option in sys.argv[1:]:
+            print(with_section(PAGE.read_text(), section.lines(*section.measured())).rstrip("\n"))
+            return
     names = sorted(name for name in families() if name not in LARGE)
     with_experts = [name for name in names if getattr(CONFIG_MAPPING[name], "base_model_ep_plan", None)]
     two = measured(names, 2, {})
     experts = measured(with_experts, 2, {"experts": fusedtp.ExpertSplit()})
     text = tuple(measured(sorted(towers()), ranks, {}) for ranks in (2, 4))
+    sections = [section.lines(*section.measured()) for section in SECTIONS]
     inferred = tuple(measured(sorted(UNPLANNED), ranks, {}) for ranks in (2, 4))
-    print(page(two, measured(names, 4, {}), experts, text, wholes, inferred))
+    print(page(two, measured(names, 4, {}), experts, text, sections, inferred))
 
 
 if __name__ == "__main__":
