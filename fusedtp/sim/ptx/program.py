@@ -18,7 +18,7 @@ import numpy as np
 
 from ..faults import Site
 from .access import CONSTANT, LOCALLY, SHARED, is_shared, updated
-from .alu import VIEWS
+from .alu import TYPES, VIEWS
 from .clocks import Clock
 from .copies import ALL, POISON, Barrier, BulkCopies, Copies, TensorLoad
 from .descriptors import NBYTES, TensorMap, misaligned, of_bytes
@@ -281,11 +281,14 @@ class Lanes:
             words[:, n] = value if mask is True or not value.ndim else value[mask]
         return words
 
-    def atomic(
-        self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, order: str, scope: str,
-        site: Site, returns: bool, reads: bool,
-    ) -> Array:  # fmt: skip
+    def atomic(self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, *how: Any) -> Array:
+        order, scope, site, returns, reads = how
         places, threads, what = self.part(at, mask), self.part(self.ids, mask), f"atomic_{operation}"
+        if t.endswith("x2"):  # two operations, one on each half: PTX ISA 8.2.3
+            self.window.places(places, 4, what, site)  # aligned as a whole
+            both = [(values[0] >> 16 * n).astype(np.uint16).view(TYPES[t[:-2]][1]) for n in (0, 1)]
+            low, high = (self.atomic(operation, t[:-2], at + 2 * n, [x], mask, *how) for n, x in enumerate(both))
+            return low | high.astype(np.uint32) << 16
         new, dtype = updated(operation, t, [self.part(np.broadcast_to(x, self.count), mask) for x in values])
         old = self.window.atomic(places, threads, new, dtype, order, scope, site, what, returns, reads=reads)
         return old.view(UNSIGNED[dtype.itemsize])
@@ -324,16 +327,15 @@ class Lanes:
 
     def atomic_shared(self, operation: str, t: str, at: Array, values: Sequence[Any], mask: Any, site: Site) -> Array:
         new, dtype = updated(operation, t, [self.part(np.broadcast_to(x, self.count), mask) for x in values])
-        places = self.program.rows_at(self.part(at, mask), dtype.itemsize, site)
+        at, threads = self.part(at, mask), self.part(self.ids, mask)
+        places = self.program.rows_at(at, dtype.itemsize, site)
         view = self.program.shared.view(dtype)
         old = np.empty(len(places), dtype)
         for number, place in enumerate(places.tolist()):
             old[number] = view[place]
             made = new(number, old[number])
             view[place] = old[number] if made is None else made
-        self.program.shadow.touch(
-            WRITE, self.part(at, mask), dtype.itemsize, self.part(self.ids, mask), "atomic", site, True
-        )
+        self.program.shadow.touch(WRITE, at, dtype.itemsize, threads, "atomic", site, True)
         return old.view(UNSIGNED[dtype.itemsize])
 
     def load_matrix(self, at: Array, rows: list[int], transposed: bool, mask: Any, site: Site) -> None:

@@ -255,6 +255,22 @@ def test_an_atomic_of_16_bits_leaves_a_nan_out(t: str, one: int) -> None:
         assert (single.item(), pair.item()) == (one, one * 0x10001)
 
 
+@pytest.mark.parametrize("t, one", [("f16", 0x3C00), ("bf16", 0x3F80)])
+def test_a_packed_atomic_is_one_of_each_half(t: str, one: int) -> None:
+    """8.2.3: so it does not race with an atomic of another rank on one half. The whole must be aligned."""
+    body = """setp.ne.b32 %p1, %r0, 0; @%p1 ret; mov.b16 %rs1, {0}; mov.b32 %r1, {1};
+        atom.global.sys.add.noftz.{2} %{3}, [%rd0+{4}], %{5};"""
+    pair, single = (
+        body.format(one, one * 0x10001, *rest) for rest in ((t + "x2", "r2", 0, "r1"), (t, "rs2", 2, "rs1"))
+    )
+    for seed in range(4):
+        x = torch.zeros(2, dtype=torch.float16 if t == "f16" else torch.bfloat16)
+        run_all([[Launch(Text(text, 1), 1, dict(x=x))] for text in (pair, single)], [Memory("x", (x, x))], seed)
+        assert x.tolist() == [1, 2]
+    with pytest.raises(SimulationFault, match="misaligned"):
+        run_text(body.format(one, one * 0x10001, t + "x2", "r2", 2, "r1"), torch.zeros(4, dtype=torch.float16))
+
+
 def test_a_race_has_the_same_name_wherever_tensors_lie() -> None:
     """One store of another rank meets two stores, to x and to y: the report names the first lane's first."""
     pool, names = torch.zeros(96, dtype=torch.int32), set()
