@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from types import CodeType
@@ -86,7 +86,7 @@ def infer(
         own = "{} has its own forward"
         return Inferred({}, {name: (computed(m) or [own.format(type(m).__name__)])[0] for name, m in others.items()})
     twin = small_copy(model) if example is None else None
-    inputs = {} if example is None else recorded(model, Inputs((), dict(example)))
+    inputs = {} if example is None else recorded(model, Inputs((), dict(example)), _kind)
     search = Search(model if twin is None else twin, model, max(world_size, 2), sequence_parallel, inputs)
     search.run()
     return search.result(model, explicit=twin is None)
@@ -114,7 +114,7 @@ class Verdict:
 class Search:
     """One search over `model`, which is the model `real` or its small copy.
 
-    inputs   generic name of a module -> its inputs; they are guessed for modules that are not listed
+    inputs   kind of a module (see _kind) -> its inputs; they are guessed for modules that are not listed
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Search:
         real: nn.Module,
         world_size: int,
         sequence_parallel: bool,
-        inputs: Mapping[str, Inputs] | None = None,
+        inputs: Mapping[Hashable, Inputs] | None = None,
     ) -> None:
         self.inputs = dict(inputs or {})
         self.real = {generic(name): module for name, module in real.named_modules()}
@@ -160,7 +160,7 @@ class Search:
             return
         if elements <= (LARGEST if name else LARGEST_MODEL) and not isinstance(module, CONTAINERS[:2]):
             copied = random_copy(module)
-            given = self.inputs.get(generic(name))
+            given = self.inputs.get(_kind(name, module))
             for inputs in guesses(module) if given is None else [given]:
                 seen = observe(name, sharing(copied), inputs)
                 if seen is not None:
@@ -250,7 +250,7 @@ class Search:
         module = self.named[unit]
         columns, rows = ([_within(unit, name) for name in names] for names in (columns, rows))
         taken = {_within(unit, n): w for n, w in self.words.items() if n == unit or n.startswith(_below(unit))}
-        kind = (generic(unit), _fingerprint(module), tuple(columns), tuple(rows), tuple(sorted(taken.items())))
+        kind = (_kind(unit, module), tuple(columns), tuple(rows), tuple(sorted(taken.items())))
         if kind not in self.known:
             self.known[kind] = self._try(seen, copied, unit, columns, rows, taken)
         return self.known[kind]
@@ -508,6 +508,11 @@ def _ends(model: Any, named: dict[str, Any], seen: Seen) -> dict[str, str]:
 
 SIMPLE = (int, float, str, bool, type(None))
 INDEX = re.compile(r".*(idx|index|layer_(id|number)).*")
+
+
+def _kind(name: str, module: nn.Module) -> tuple[Any, ...]:
+    """Equal for the same layer of several blocks that are alike."""
+    return generic(name), _fingerprint(module)
 
 
 def _fingerprint(module: nn.Module) -> tuple[Any, ...]:

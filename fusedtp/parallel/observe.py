@@ -8,7 +8,7 @@ observe    run a copy on one of these
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .local_view import features_of, is_linear
-from .plan import generic
 from .trial import Inputs, sharing
 
 BATCH, LENGTH = 2, 5
@@ -46,8 +45,10 @@ def key(x: Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.numel()
 
 
-def recorded(model: nn.Module, example: Inputs) -> dict[str, Inputs]:
-    """Generic name of a module -> inputs of the first such module, in fp32 on the CPU, from a run of the model.
+def recorded(
+    model: nn.Module, example: Inputs, kind_of: Callable[[str, nn.Module], Hashable]
+) -> dict[Hashable, Inputs]:
+    """Kind of a module -> inputs of the first module of that kind, in fp32 on the CPU, from a run of the model.
 
     The model runs once, in evaluation mode, where it is and in its own dtype; no activation is kept for a backward.
     Tensors computed from weights require gradients, so that they are known from masks and tables of positions.
@@ -58,7 +59,7 @@ def recorded(model: nn.Module, example: Inputs) -> dict[str, Inputs]:
     copied = sharing(model).eval()
     for parameter in copied.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
-    found: dict[str, Inputs] = {}
+    found: dict[Hashable, Inputs] = {}
 
     def keep(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -66,11 +67,12 @@ def recorded(model: nn.Module, example: Inputs) -> dict[str, Inputs]:
         kept = x.detach().to("cpu", torch.float32 if x.is_floating_point() else x.dtype, copy=True)
         return kept.requires_grad_(x.requires_grad)
 
+    kinds = {name: kind_of(name, module) for name, module in model.named_modules()}
     for name, module in copied.named_modules():
 
-        def enter(module: Any, args: Any, kwargs: Any, name: str = generic(name)) -> None:
-            if name not in found:
-                found[name] = Inputs(*tree_map(keep, (args, kwargs)))
+        def enter(module: Any, args: Any, kwargs: Any, kind: Hashable = kinds[name]) -> None:
+            if kind not in found:
+                found[kind] = Inputs(*tree_map(keep, (args, kwargs)))
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
     try:

@@ -756,10 +756,30 @@ def test_an_example_shows_joint_attention_and_adaptive_norms(monkeypatch: pytest
     assert all(p.grad is None for p in model.parameters())
 
 
+class Stages(nn.Module):
+    """Two MLPs of several widths under one name, on an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(planless.TimmMlp(width, 3 * width) for width in (16, 32))
+        self.wider = nn.Linear(16, 32)
+
+    def forward(self, image: Tensor, scale: Tensor) -> Tensor:
+        x = self.stages[0](image.flatten(2).transpose(1, 2) * scale)
+        return self.stages[1](self.wider(x))
+
+
+def test_layers_of_one_name_and_several_widths_have_inputs_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fusedtp.parallel.infer.LARGEST_MODEL", 0)
+    monkeypatch.setattr("fusedtp.parallel.infer.guesses", lambda module: [])
+    found = infer(Stages(), 2, example={"image": torch.randn(2, 16, 2, 3), "scale": torch.ones(())})
+    assert found.plan == {"stages.*.fc1": "colwise", "stages.*.fc2": "rowwise"}
+
+
 def test_what_is_kept_of_a_run_on_an_example():
     """Inputs are kept of the first module of a kind, in fp32 on the CPU; only activations require gradients."""
     example = planless.Diffusion.example(torch.bfloat16)
-    found = recorded(planless.Diffusion().bfloat16(), Inputs((), example))
+    found = recorded(planless.Diffusion().bfloat16(), Inputs((), example), lambda name, module: generic(name))
     x, vector = found["blocks.*.norm"].args
     assert x.dtype == vector.dtype == torch.float32 and x.requires_grad and vector.requires_grad
     assert not any(x.requires_grad for x in found[generic("")].kwargs.values())
