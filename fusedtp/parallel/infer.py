@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .local_view import INPUT, features_of, is_conv1d, is_linear, local_view, names_in
+from .local_view import INPUT, features_of, is_conv1d, is_linear, is_norm_of_features, local_view, names_in
 from .observe import Seen, guesses, join, key, observe, recorded, required
 from .plan import generic, matches, parent_of, refuse
 from .proof import _seeding
@@ -452,8 +452,10 @@ def _candidates(
     widths = tuple(name for name in attributes if name in wide)
     first = parent_of(columns[0])
     narrow = ((), (INPUT,)) if features_of(inside[columns[0]])[0] == width else ((),)
-    for way in ways:
+    norms = _norms(module, columns)
+    for way, normed in [(way, normed) for way in ways for normed in ([norms, {}] if norms else [{}])]:
         linears = {name: prefix[name] + way for name in columns} | {name: prefix[name] + "rowwise" for name in rows}
+        linears |= normed
         tried: list[dict[str, str]] = []
         for claimed in narrow:
             for names in (heads, (*heads, *widths), ()):
@@ -470,6 +472,17 @@ def _candidates(
                 if views not in tried:
                     tried.append(views)
                     yield linears | views
+
+
+def _norms(module: Any, columns: list[str]) -> dict[str, str]:
+    """Norms beside these layers over as many features as one of them outputs."""
+    widths = {features_of(module.get_submodule(name))[1] for name in columns}
+    return {
+        join(at, name): "norm_of_all_heads"
+        for at in dict.fromkeys(_parents(columns))
+        for name, each in module.get_submodule(at).named_children()
+        if is_norm_of_features(each) and each.normalized_shape[0] in widths
+    }
 
 
 def _parents(names: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
     local_view(n_head, n_embd)      the module's own forward; attributes n_head and n_embd are divided by world size
     local_view(n_head, input.shape) the same, and its input reports the width of this rank's part
+    norm_of_all_heads               nn.RMSNorm over the features of all heads, of which each rank has some
     no_fast_path                    nn.TransformerEncoderLayer, which otherwise reads weights without calling its layers
     conv1d_colwise, conv1d_packed_colwise_3, conv1d_rowwise    transformers' Conv1D, with a weight [in, out]
 
@@ -25,11 +26,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from fusedtp.comm import Communicator
+from fusedtp.ops.tokens import all_reduce_sum, copy_to_group
 
 from .foreign import Columns, Model, Own, Rows, columns, own_forward, rows
 from .foreign_styles import Colwise, Foreign, Rowwise, install
 from .layers import accumulated, unequal
-from .placement import Mesh, Placement
+from .placement import Mesh, Placement, local
 from .styles import computed
 from .torch_names import METADATA, name_of
 
@@ -169,6 +171,42 @@ class NoFastPath(Foreign):
         module.activation_relu_or_gelu = 0
 
 
+# --- norms over all heads ---------------------------------------------------------------------------------------
+
+
+class NormOfAllHeads(Foreign):
+    """See norm_of_all_heads."""
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        if is_norm_of_features(module):
+            return super().faults(module, world_size)
+        return [f"{type(module).__name__} is not an nn.RMSNorm over the last dimension"]
+
+    def placement(self, name: str, parameter: Tensor) -> Placement:
+        return Shard(0)
+
+    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
+        install(module, Own(**self.own(module, comm)), norm_of_all_heads)
+
+
+def is_norm_of_features(module: Any) -> bool:
+    """Whether it is torch's RMSNorm over the last dimension."""
+    return type(module) is nn.RMSNorm and "forward" not in vars(module) and len(module.normalized_shape) == 1
+
+
+def norm_of_all_heads(self: Any, x: Tensor) -> Tensor:
+    """The forward of an nn.RMSNorm whose features are split over ranks: x [..., n_r] -> [..., n_r].
+
+    The mean square is that of all n features, so every rank's x contributes to the gradient of every other rank's.
+    """
+    at: Own = self.parallel
+    eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+    wide = x if x.dtype == torch.float64 else x.float()
+    squares = copy_to_group(all_reduce_sum(wide.square().sum(-1, keepdim=True), at.members), at.members)
+    y = wide * torch.rsqrt(squares / self.normalized_shape[0] + eps)
+    return (y if self.weight is None else y * local(self.weight)).to(x.dtype)
+
+
 # --- Conv1D -----------------------------------------------------------------------------------------------------
 
 
@@ -261,4 +299,5 @@ WORDS: dict[str, Callable[..., Foreign]] = {
     "conv1d_packed_colwise_3": partial(Conv1DColwise, packed=3),
     "conv1d_rowwise": Conv1DRowwise,
     "no_fast_path": NoFastPath,
+    "norm_of_all_heads": NormOfAllHeads,
 }

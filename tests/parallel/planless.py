@@ -104,6 +104,23 @@ class Gated(nn.Module):
         return self.w3(F.silu(gate) * up)
 
 
+class NormedAttention(nn.Module):
+    """Normalizes queries and keys over the features of all heads, one with weights and one without."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.q_norm, self.k_norm = nn.RMSNorm(dim, eps=1e-3), nn.RMSNorm(dim, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (
+            y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for y in (self.q_norm(self.q(x)), self.k_norm(self.k(x)), self.v(x))
+        )
+        return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+
+
 class GradientByHeads(nn.Module):
     """An MLP whose attribute scales only a gradient, of its input or of a bias; its output does not depend on it."""
 

@@ -83,6 +83,10 @@ def nano_gated() -> nn.Module:
     return planless.NanoGPT(planless.ChunkedAttention, gated=True)
 
 
+def normed() -> nn.Module:
+    return planless.NanoGPT(planless.NormedAttention)
+
+
 def interleaved() -> nn.Module:
     return planless.NanoGPT(planless.InterleavedAttention)
 
@@ -111,6 +115,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float]] =
     "nano": (nano, ids, 0.9),
     "nano_gated": (nano_gated, ids, 0.9),
     "interleaved": (interleaved, ids, 0.4),
+    "normed": (normed, ids, 0.9),
 }
 PLANS: dict[str, dict[str, str]] = {}
 
@@ -218,6 +223,16 @@ def test_explain_says_what_code_sees_divided():
     of_conv1d = text(gpt2)
     assert "changed to local values in transformer.h.0.attn: num_heads 4 -> 2" in of_conv1d
     assert re.search(r"transformer.h.0.mlp.c_proj +matmul_reduce_scatter", of_conv1d)
+
+
+def test_a_norm_over_the_features_of_all_heads_is_split_as_they_are():
+    plan = infer(planless.NanoGPT(planless.NormedAttention), 2).plan
+    assert plan["h.*.attn.q_norm"] == plan["h.*.attn.k_norm"] == "norm_of_all_heads"
+    assert plan["h.*.attn.q"] == "colwise" and plan["h.*.attn.out"] == "rowwise"
+    with pytest.raises(ValueError, match=r"LayerNorm is not an nn\.RMSNorm over the last dimension"):
+        fusedtp.VirtualWorld(2).run(
+            lambda group: fusedtp.parallelize(planless.NanoGPT(), group, plan={"h.*.ln_1": "norm_of_all_heads"})
+        )
 
 
 def test_an_interleaved_projection_stays_whole():
