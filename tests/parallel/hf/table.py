@@ -178,8 +178,8 @@ SECTIONS = [
     ),
     Section(
         "## Diffusion transformers",
-        "Models of diffusers. A plan is inferred from an example of their inputs; *logits* are their outputs. Most are split\n"
-        '"partly" since the projections from and to latents and captions are whole.',
+        "Models of diffusers. A plan is inferred from an example of their inputs; *logits* are their outputs. Most "
+        'are split\n"partly" since the projections from and to latents and captions are whole.',
         "--diffusion", ("torch", "diffusers"), list(diffusion.CASES), diffusion.compare,
     ),
 ]  # fmt: skip
