@@ -200,6 +200,8 @@ def norm_of_all_heads(self: Any, x: Tensor) -> Tensor:
     The mean square is that of all n features, so every rank's x contributes to the gradient of every other rank's.
     """
     at: Own = self.parallel
+    if x.shape[-1] == self.normalized_shape[0] and at.world_size > 1:
+        raise ValueError(f"x has all {x.shape[-1]} features; norm_of_all_heads is for outputs of colwise layers")
     eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
     wide = x if x.dtype == torch.float64 else x.float()
     squares = copy_to_group(all_reduce_sum(wide.square().sum(-1, keepdim=True), at.members), at.members)

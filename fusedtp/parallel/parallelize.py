@@ -69,8 +69,6 @@ def parallelize(
     if experts is not None:
         experts.check(mesh)
     own = plan is None
-    if example is not None and not own:
-        raise ValueError("example is for a plan that is inferred; fusedtp.prove compares a model split by a given plan")
     plan = cast(Mapping[str, Any], plan_of(model) if plan is None else plan)
     whole: dict[str, str] = {}
     if own and (not plan or names_only_ends(model, plan)):
@@ -78,6 +76,11 @@ def parallelize(
         if not plan:
             prove = prove or False  # an inferred plan has been proved already
         plan, whole = agreed_plan(search, comm) if isinstance(mesh, DeviceMesh) else search()
+    elif example is not None:
+        raise ValueError(
+            f"example is for a plan that is inferred, and {type(model).__name__} has one already; fusedtp.prove "
+            "takes an example too"
+        )
     if plan and is_foreign(model, plan):
         if isinstance(mesh, DeviceMesh):  # modules of fusedtp.nn start empty: weights may come afterwards
             check_same_weights(model, comm)

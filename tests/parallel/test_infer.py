@@ -225,13 +225,19 @@ def test_explain_says_what_code_sees_divided():
     assert re.search(r"transformer.h.0.mlp.c_proj +matmul_reduce_scatter", of_conv1d)
 
 
+ALL_HEADS = {"0": "norm_of_all_heads"}
+
+
 def test_a_norm_over_the_features_of_all_heads_is_split_as_they_are():
     plan = infer(planless.NanoGPT(planless.NormedAttention), 2).plan
     assert plan["h.*.attn.q_norm"] == plan["h.*.attn.k_norm"] == "norm_of_all_heads"
     assert plan["h.*.attn.q"] == "colwise" and plan["h.*.attn.out"] == "rowwise"
+    two = fusedtp.VirtualWorld(2)
     with pytest.raises(ValueError, match=r"LayerNorm is not an nn\.RMSNorm over the last dimension"):
-        fusedtp.VirtualWorld(2).run(
-            lambda group: fusedtp.parallelize(planless.NanoGPT(), group, plan={"h.*.ln_1": "norm_of_all_heads"})
+        two.run(lambda group: fusedtp.parallelize(nn.Sequential(nn.LayerNorm(4)), group, plan=ALL_HEADS))
+    with pytest.raises(ValueError, match="x has all 4 features"):
+        two.run(
+            lambda group: fusedtp.parallelize(nn.Sequential(nn.RMSNorm(4)), group, plan=ALL_HEADS)(torch.ones(3, 4))
         )
 
 
@@ -808,7 +814,7 @@ def test_what_is_kept_of_a_run_on_an_example():
     [
         ({"example": {"latent": torch.ones(2, 8, 5)}}, r"Diffusion cannot run on the example: TypeError: .*'caption'"),
         ({"example": {}, "meta": True}, "an example needs a model with weights"),
-        ({"example": {}, "plan": {"out": "colwise_gather_output"}}, "example is for a plan that is inferred"),
+        ({"example": {}, "plan": {"out": "colwise_gather_output"}}, "Diffusion has one already"),
     ],
 )
 def test_an_example_that_does_not_help_is_refused(options: dict[str, Any], why: str):
