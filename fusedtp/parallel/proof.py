@@ -82,9 +82,11 @@ def prove(
         plan      module name -> style; default: the model's own, as for parallelize
 
     A transformers model is copied small, with random weights; any other is copied as it is, and needs an example.
-    Raises NoTwin if neither is possible. The model itself is neither run nor changed.
+    Raises NoTwin if neither is possible, or if there is no plan. The model itself is neither run nor changed.
     """
     taken: Mapping[str, Any] = plan_of(model) if plan is None else plan
+    if not taken:
+        raise NoTwin(f"{type(model).__name__} has no plan to prove; parallelize proves the one that it infers")
     return _prove(_copy_of(model, mesh, example), mesh, example, taken, sequence_parallel)
 
 

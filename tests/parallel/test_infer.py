@@ -21,6 +21,7 @@ from fusedtp.parallel.local_view import NarrowInput, names_in
 from fusedtp.parallel.observe import recorded
 from fusedtp.parallel.plan import generic
 from fusedtp.parallel.trial import Inputs
+from fusedtp.parallel.twin import NoTwin
 from fusedtp.parallel.vocab_shard import VocabShard
 from tests.harness import world
 from tests.parallel import planless
@@ -820,6 +821,15 @@ def test_what_is_kept_of_a_run_on_an_example():
 def test_an_example_that_does_not_help_is_refused(options: dict[str, Any], why: str):
     (said,) = {str(each) for each in fusedtp.VirtualWorld(2).run(lambda group: refusal(group, options))}
     assert re.search(why, said), said
+
+
+def test_a_model_without_a_plan_has_nothing_to_prove():
+    model, example = planless.Diffusion(), planless.Diffusion.example()
+    with pytest.raises(NoTwin, match="Diffusion has no plan to prove; parallelize proves the one that it infers"):
+        fusedtp.VirtualWorld(2).run(lambda group: fusedtp.prove(model, group, example))
+    plan = {"blocks.*.ff.0": "colwise", "blocks.*.ff.2": "rowwise"}
+    (proof, _) = fusedtp.VirtualWorld(2).run(lambda group: fusedtp.prove(model, group, example, plan=plan))
+    assert proof.exact
 
 
 def refusal(group: Any, options: dict[str, Any]) -> str:
