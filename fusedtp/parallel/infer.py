@@ -16,6 +16,7 @@ says why. Names are not used, with one exception: an attribute with "head" in it
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .local_view import INPUT, features_of, is_conv1d, is_linear, is_norm_of_features, local_view, names_in
+from .local_view import INPUT, features_of, is_conv1d, is_linear, is_norm_of_features, local_view, names_in, packed
 from .observe import Seen, guesses, join, key, observe, recorded, required
 from .plan import generic, matches, parent_of, refuse
 from .proof import _seeding
@@ -199,7 +200,8 @@ class Search:
         """Groups of layers that may produce the features the row consumes, likeliest first, with all rows of the group.
 
         Layers with a common input, latest first; then layers with several inputs: cross-attention, and joint attention
-        over two kinds of tokens, each of which has a row of its own.
+        over two kinds of tokens, each of which has a row of its own; then layers whose outputs are concatenated, as
+        those of attention and an MLP side by side.
         """
         width = features_of(self.named[row])[0]
         at = next(i for i, (name, _) in enumerate(seen.calls) if name == row)
@@ -209,9 +211,9 @@ class Search:
             if name not in self.words and key(own) != key(x) and not _across(name, row, self.named):
                 groups.setdefault((key(own), out > width), []).append(name)
         found = []
-        for (_, packed), names in reversed(groups.items()):
+        for (_, wider), names in reversed(groups.items()):
             outs = [features_of(self.named[name])[1] for name in names]
-            if packed:
+            if wider:
                 found += [[name] for name in reversed(names)]
             elif width in outs and all(width % out == 0 for out in outs):
                 found.append(names)
@@ -227,6 +229,9 @@ class Search:
         rows = [name for name, _ in seen.calls[at:] if name in sizes and sizes[name][0] == width]
         if at_hand and len(joint) > 1 and (joint, rows) not in single:
             single.append((joint, rows))
+        ahead = [name for name in every if name in sizes]
+        if at_hand and _concatenated({sizes[name][1] for name in ahead}, width):
+            single.append((ahead, [row]))
         return single
 
     def _per_sample(self, seen: Seen, copied: nn.Module) -> None:
@@ -442,20 +447,15 @@ def _candidates(
         return
     row = rows[0]
     inside = {name: module.get_submodule(name) for name in (*columns, *rows)}
-    prefix = {name: "conv1d_" if is_conv1d(each) else "" for name, each in inside.items()}
-    width, outs = features_of(inside[row])[0], [features_of(inside[name])[1] for name in columns]
-    ways = ["colwise"]
-    if len(columns) == 1 and outs[0] in (2 * width, 3 * width):
-        ways.insert(0, "packed_colwise" if outs[0] == 2 * width else "packed_colwise_3")
     attributes = _attributes(module, [*columns, row])
     heads = tuple(name for name in attributes if COUNTS_HEADS.fullmatch(name))
     widths = tuple(name for name in attributes if name in wide)
     first = parent_of(columns[0])
-    narrow = ((), (INPUT,)) if features_of(inside[columns[0]])[0] == width else ((),)
+    narrow = ((), (INPUT,)) if features_of(inside[columns[0]])[0] == features_of(inside[row])[0] else ((),)
     norms = _norms(module, columns)
-    for way, normed in [(way, normed) for way in ways for normed in ([norms, {}] if norms else [{}])]:
-        linears = {name: prefix[name] + way for name in columns} | {name: prefix[name] + "rowwise" for name in rows}
-        linears |= normed
+    for linears in [
+        {**way, **normed} for way in _ways(inside, columns, rows) for normed in ([norms, {}] if norms else [{}])
+    ]:
         tried: list[dict[str, str]] = []
         for claimed in narrow:
             for names in (heads, (*heads, *widths), ()):
@@ -472,6 +472,32 @@ def _candidates(
                 if views not in tried:
                     tried.append(views)
                     yield linears | views
+
+
+def _ways(inside: dict[str, Any], columns: list[str], rows: list[str]) -> list[dict[str, str]]:
+    """Style names for linear layers: of packed matrices first, if their sizes allow it.
+
+    A row that takes two outputs of A and B features in one is like g = gcd(A, B) wide matrices packed: every rank has a
+    part of each, in the same order as its parts of the outputs, if these are split as A / g and B / g matrices.
+    """
+    outs = {name: features_of(inside[name])[1] for name in columns}
+    width = features_of(inside[rows[0]])[0]
+    prefix = {name: "conv1d_" if is_conv1d(each) else "" for name, each in inside.items()}
+    if _concatenated(set(outs.values()), width):
+        unit = math.gcd(*outs.values())
+        row = {rows[0]: packed("rowwise", width // unit)}
+        return [{name: packed("colwise", out // unit) for name, out in outs.items()} | row]
+    several = {2 * width: (2, 1), 3 * width: (3, 1)} if len(columns) == 1 else {}
+    return [
+        {name: prefix[name] + packed("colwise", n) for name in columns}
+        | {name: f"{prefix[name]}rowwise" for name in rows}
+        for n in several.get(outs[columns[0]], (1,))
+    ]
+
+
+def _concatenated(outs: set[int], width: int) -> bool:
+    """Whether outputs of two widths may be concatenated to this one."""
+    return len(outs) == 2 and sum(outs) == width
 
 
 def _norms(module: Any, columns: list[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
     local_view(n_head, n_embd)      the module's own forward; attributes n_head and n_embd are divided by world size
     local_view(n_head, input.shape) the same, and its input reports the width of this rank's part
     norm_of_all_heads               nn.RMSNorm over the features of all heads, of which each rank has some
+    packed_colwise_n, packed_rowwise_n   n matrices in one, as packed_colwise has two
     no_fast_path                    nn.TransformerEncoderLayer, which otherwise reads weights without calling its layers
     conv1d_colwise, conv1d_packed_colwise_3, conv1d_rowwise    transformers' Conv1D, with a weight [in, out]
 
@@ -37,19 +38,29 @@ from .torch_names import METADATA, name_of
 
 INPUT = "input.shape"
 VIEW = re.compile(r"local_view\((.+)\)")
+PACKED = re.compile(r"packed_(colwise|rowwise)_([1-9]\d*)")
 
 
 class Words(dict[str, Callable[..., Foreign]]):
-    """Style name -> style; `local_view` takes attribute names as arguments."""
+    """Style name -> style; `local_view` takes attribute names as arguments, and `packed_colwise_n` any number n."""
 
     def __contains__(self, word: object) -> bool:
-        return super().__contains__(word) or (isinstance(word, str) and VIEW.fullmatch(word) is not None)
+        return super().__contains__(word) or (
+            isinstance(word, str) and (VIEW.fullmatch(word) or PACKED.fullmatch(word)) is not None
+        )
 
     def __missing__(self, word: str) -> Callable[..., Foreign]:
-        found = VIEW.fullmatch(word)
+        if VIEW.fullmatch(word):
+            return partial(LocalView, attributes=names_in(word))
+        found = PACKED.fullmatch(word)
         if found is None:
             raise KeyError(word)
-        return partial(LocalView, attributes=names_in(word))
+        return partial(Colwise if found[1] == "colwise" else Rowwise, packed=int(found[2]))
+
+
+def packed(kind: str, matrices: int) -> str:
+    """The style name for a linear layer that packs so many matrices; kind: colwise or rowwise."""
+    return kind if matrices == 1 else f"packed_{kind}" if matrices == 2 else f"packed_{kind}_{matrices}"
 
 
 def names_in(word: str) -> tuple[str, ...]:
@@ -295,7 +306,6 @@ class Conv1DRowwise(Rowwise):
 
 
 WORDS: dict[str, Callable[..., Foreign]] = {
-    "packed_colwise_3": partial(Colwise, packed=3),
     "conv1d_colwise": Conv1DColwise,
     "conv1d_packed_colwise": partial(Conv1DColwise, packed=2),
     "conv1d_packed_colwise_3": partial(Conv1DColwise, packed=3),

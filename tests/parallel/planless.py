@@ -121,6 +121,38 @@ class NormedAttention(nn.Module):
         return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
 
 
+class SideBySide(nn.Module):
+    """Attention and a gated MLP on the same input; one last layer takes both outputs."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.norm = num_heads, nn.LayerNorm(dim)
+        self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
+        self.gate, self.up = nn.Linear(dim, 3 * dim), nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        heads = (layer(h).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        attention = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.out(torch.cat([attention, F.silu(self.gate(h)) * self.up(h)], dim=-1))
+
+
+class Chain(nn.Module):
+    """Token ids through these blocks."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.wte, self.lm_head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50)
+        self.h = nn.ModuleList(block(WIDTH, HEADS) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids)
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(x)
+
+
 class GradientByHeads(nn.Module):
     """An MLP whose attribute scales only a gradient, of its input or of a bias; its output does not depend on it."""
 

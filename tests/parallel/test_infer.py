@@ -88,6 +88,10 @@ def normed() -> nn.Module:
     return planless.NanoGPT(planless.NormedAttention)
 
 
+def side_by_side() -> nn.Module:
+    return planless.Chain(planless.SideBySide)
+
+
 def interleaved() -> nn.Module:
     return planless.NanoGPT(planless.InterleavedAttention)
 
@@ -117,6 +121,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float]] =
     "nano_gated": (nano_gated, ids, 0.9),
     "interleaved": (interleaved, ids, 0.4),
     "normed": (normed, ids, 0.9),
+    "side_by_side": (side_by_side, ids, 0.9),
 }
 PLANS: dict[str, dict[str, str]] = {}
 
@@ -224,6 +229,15 @@ def test_explain_says_what_code_sees_divided():
     of_conv1d = text(gpt2)
     assert "changed to local values in transformer.h.0.attn: num_heads 4 -> 2" in of_conv1d
     assert re.search(r"transformer.h.0.mlp.c_proj +matmul_reduce_scatter", of_conv1d)
+
+
+def test_attention_and_an_mlp_side_by_side_share_the_last_layer():
+    plan = plan_of("side_by_side")
+    assert plan["h.*.q"] == "colwise" and plan["h.*.gate"] == plan["h.*.up"] == "packed_colwise_3"
+    assert plan["h.*.out"] == "packed_rowwise_4"
+    with pytest.raises(ValueError, match="out packs 5 matrices of 25.6 features|weight packs 5 matrices"):
+        infer_plan = {**plan, "h.*.out": "packed_rowwise_5"}
+        fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(side_by_side(), group, plan=infer_plan))
 
 
 ALL_HEADS = {"0": "norm_of_all_heads"}

@@ -12,8 +12,8 @@ from tests.harness import world
 from . import diffusion
 
 ALL = os.environ.get("FUSEDTP_ALL_MODELS") == "1"
-# Blocks with one last layer for attention and MLP together stay whole, and attention with rotary tables of all heads.
-PARTLY = {"FLUX.1", "HunyuanVideo", "LTX-Video"}
+# Its attention stays whole, since its rotary tables are of all heads.
+PARTLY = {"LTX-Video"}
 
 
 @pytest.mark.parametrize("name", diffusion.CASES if ALL else ["FLUX.1", "Stable Diffusion 3"])
