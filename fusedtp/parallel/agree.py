@@ -248,6 +248,8 @@ def _digest(x: Tensor) -> list[float]:
     """Shape, XOR of all bits, and some values, as numbers that fp32 represents exactly."""
     shape = zlib.crc32(repr((tuple(x.shape), x.dtype)).encode())
     bits, sample = 0, [0.0] * SAMPLES
+    if x.layout != torch.strided:  # of a sparse matrix, the values
+        x = (x.detach().coalesce() if x.is_sparse else x).values()
     if x.numel():
         x = x.detach().contiguous().reshape(-1)
         x = x.view(torch.uint8) if x.is_complex() or x.element_size() == 1 else x

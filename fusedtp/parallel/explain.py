@@ -135,9 +135,9 @@ def _explained(
     if (
         operation == "all_gather_matmul"
         and isinstance(parallel, Columns)
-        and parallel.siblings.linears[0] is not module
+        and parallel.siblings.of(module)[0] is not module
     ):
-        first = parallel.siblings.linears[0].parallel.layer
+        first = parallel.siblings.of(module)[0].parallel.layer
         return Layer(name, operation, "joined", f"one gather and one call with {first}")
     if operation == "matmul":
         operation = operations_of(module).instead_of(operation, tokens)

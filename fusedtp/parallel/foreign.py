@@ -481,7 +481,7 @@ def enter(shared: Model, module: Any, args: Any) -> None:
 def leave(model: Any, args: Any, outputs: Any) -> Any:
     """A hook after the model's forward: converts outputs to plain tensors, except logits that need a gradient."""
     for siblings in model._fusedtp.siblings:
-        siblings.forget()
+        siblings.ended()
     if not torch.compiler.is_compiling():
         model._fusedtp.running = False
     if model._fusedtp.watched is not None:

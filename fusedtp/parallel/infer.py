@@ -74,7 +74,7 @@ def infer(
 ) -> Inferred:
     """A plan with style names of foreign_plan.py, proved over world_size virtual ranks, and what stays whole.
 
-    example   arguments of the model's forward; default: inputs are guessed
+    example   arguments of the model's forward, by name; default: inputs are guessed
 
     Both are empty if nothing can be split. Runs copies of the model's modules on the CPU; the model itself is not
     changed, and only run on an example. Raises ValueError if it cannot run on it.
@@ -172,6 +172,8 @@ class Search:
                 if is_linear(inner):
                     self.why[join(name, child)] = (
                         f"{type(module).__name__} could not be run: it{NEEDS}{needed or 'other inputs'}"
+                        if given is None
+                        else f"a copy of {type(module).__name__} could not be run on what it got in the example"
                     )
         for child, inner in module.named_children():
             yield from self._observed(join(name, child), inner)
@@ -223,14 +225,15 @@ class Search:
         exact = [name for name in among if features_of(self.named[name])[1] == width]
         if len(exact) > 1 and exact not in found:
             single.append((exact, [row]))
-        at_hand = _below(_around([row], self.named, seen) or "")
-        sizes = {name: features_of(self.named[name]) for name, _ in seen.calls if name.startswith(at_hand)}
+        unit = _around([row], self.named, seen)
+        within = "" if unit is None else _below(unit)
+        sizes = {name: features_of(self.named[name]) for name, _ in seen.calls if name.startswith(within)}
         joint = [name for name in every if name in sizes and width % sizes[name][1] == 0]
         rows = [name for name, _ in seen.calls[at:] if name in sizes and sizes[name][0] == width]
-        if at_hand and len(joint) > 1 and (joint, rows) not in single:
+        if unit is not None and len(joint) > 1 and (joint, rows) not in single:
             single.append((joint, rows))
         ahead = [name for name in every if name in sizes]
-        if at_hand and _concatenated({sizes[name][1] for name in ahead}, width):
+        if unit is not None and _concatenated({sizes[name][1] for name in ahead}, width):
             single.append((ahead, [row]))
         return single
 
@@ -239,12 +242,14 @@ class Search:
 
         Their outputs are small, [B, n H], and are gathered.
         """
-        dims = {name: x.dim() for name, x in seen.calls}
-        alone = Counter(map(parent_of, dims))
-        for name, dim in dims.items():
+        shapes = {name: x.shape for name, x in seen.calls}
+        samples = {shape[0] for shape in shapes.values() if len(shape) > 2}
+        alone = Counter(map(parent_of, shapes))
+        for name, shape in shapes.items():
             few, many = features_of(self.named[name])
             unit = _around([name], self.named, seen)
-            if dim == 2 < max(dims.values()) and many >= 2 * few and alone[parent_of(name)] == 1 and unit is not None:
+            one_each = len(shape) == 2 and shape[0] in samples
+            if one_each and many >= 2 * few and alone[parent_of(name)] == 1 and unit is not None:
                 verdict = self._judge(seen, copied, unit, [name], [])
                 if not verdict.why:
                     self._take(unit, verdict)
@@ -264,12 +269,12 @@ class Search:
         self, seen: Seen, copied: nn.Module, unit: str, columns: list[str], rows: list[str], taken: dict[str, str]
     ) -> Verdict:
         module: Any = self.named[unit]
-        idle = self._idle(seen, [join(unit, name) for name in (*columns, *rows)])
-        if idle:
-            return Verdict({}, f"{_within(unit, idle)} beside it did not run in the trial")
         trial = self._trial(seen, copied, unit)
         if isinstance(trial, str):
             return Verdict({}, trial)
+        idle = self._idle(trial, seen, unit, [join(unit, name) for name in (*columns, *rows)])
+        if idle:
+            return Verdict({}, f"{idle} beside it did not run in the trial")
         why = ""
         wide = _widths(self.real.get(generic(unit)), columns, rows) & _widths(module, columns, rows)
         for words in _candidates(module, columns, rows, taken, wide):
@@ -279,15 +284,15 @@ class Search:
             why = _telling(why, f"split over {self.world_size} ranks, {fault}")
         return Verdict({}, why)
 
-    def _idle(self, seen: Seen, names: list[str]) -> str:
+    def _idle(self, trial: Trial, seen: Seen, unit: str, names: list[str]) -> str:
         """A linear layer that did not run in the modules around these; with other inputs it would, on split tensors."""
         around = {_around([name], self.named, seen) for name in names}
-        ran = {name for name, _ in seen.calls}
+        inside = {name: join(unit, name) for name, module in self.named[unit].named_modules() if is_linear(module)}
         return next(
             (
                 name
-                for name, module in self.named.items()
-                if is_linear(module) and name not in ran and _around([name], self.named, seen) in around
+                for name, full in inside.items()
+                if not trial.ran(f"{name}.weight") and _around([full], self.named, seen) in around
             ),
             "",
         )

@@ -32,7 +32,7 @@ from fusedtp.ops.tokens import all_reduce_sum, copy_to_group
 from .foreign import Columns, Model, Own, Rows, columns, own_forward, rows
 from .foreign_styles import Colwise, Foreign, Rowwise, install
 from .layers import accumulated, unequal
-from .placement import Mesh, Placement, local
+from .placement import Mesh, Placement
 from .styles import computed
 from .torch_names import METADATA, name_of
 
@@ -213,11 +213,11 @@ def norm_of_all_heads(self: Any, x: Tensor) -> Tensor:
     at: Own = self.parallel
     if x.shape[-1] == self.normalized_shape[0] and at.world_size > 1:
         raise ValueError(f"x has all {x.shape[-1]} features; norm_of_all_heads is for outputs of colwise layers")
-    eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
     wide = x if x.dtype == torch.float64 else x.float()
+    eps = torch.finfo(wide.dtype).eps if self.eps is None else self.eps
     squares = copy_to_group(all_reduce_sum(wide.square().sum(-1, keepdim=True), at.members), at.members)
     y = wide * torch.rsqrt(squares / self.normalized_shape[0] + eps)
-    return (y if self.weight is None else y * local(self.weight)).to(x.dtype)
+    return (y if self.weight is None else y * accumulated(self.weight)).to(x.dtype)
 
 
 # --- Conv1D -----------------------------------------------------------------------------------------------------

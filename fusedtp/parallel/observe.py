@@ -41,8 +41,8 @@ class Seen:
 
 
 def key(x: Tensor) -> tuple[int, int]:
-    """Equal for calls on the same input; a run keeps all inputs alive, so data_ptr identifies them."""
-    return x.data_ptr(), x.numel()
+    """Equal for calls on the same input; a run keeps all inputs alive, so an address identifies them."""
+    return x.data_ptr() if x.layout == torch.strided else id(x), x.numel()
 
 
 def recorded(
@@ -51,15 +51,22 @@ def recorded(
     """Kind of a module -> inputs of the first module of that kind, in fp32 on the CPU, from a run of the model.
 
     The model runs once, in evaluation mode, where it is and in its own dtype; no activation is kept for a backward.
-    Tensors computed from weights require gradients, so that they are known from masks and tables of positions.
+    Tensors computed from weights require gradients, and so do floats of the example with three or more dimensions, so
+    that hidden states are known from masks and tables of positions.
     Raises ValueError if the model is a meta one or cannot run on the example.
     """
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("an example needs a model with weights, and this one is on the meta device")
+    meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if meta is not None:
+        raise ValueError(f"an example needs a model with weights, and {meta} is on the meta device")
     copied = sharing(model).eval()
     for parameter in copied.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     found: dict[Hashable, Inputs] = {}
+
+    def given(x: Any) -> Any:
+        tokens = isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 2
+        # a clone of it: code may change its inputs in place
+        return x.detach().requires_grad_(tokens).clone() if isinstance(x, Tensor) else x
 
     def keep(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -77,7 +84,8 @@ def recorded(
         module.register_forward_pre_hook(enter, with_kwargs=True)
     try:
         with torch.enable_grad(), saved_tensors_hooks(lambda x: None, lambda x: x):
-            copied(*example.args, **example.kwargs)
+            args, kwargs = tree_map(given, (example.args, {**without_cache(model), **example.kwargs}))
+            copied(*args, **kwargs)
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} cannot run on the example: {type(error).__name__}: {error}"
@@ -90,7 +98,7 @@ def guesses(module: Any) -> Iterator[Inputs]:
     generator = torch.Generator().manual_seed(1)
     config: Any = getattr(module, "config", None)
     main = getattr(module, "main_input_name", "")
-    more = without_cache(module, config)
+    more = without_cache(module)
     needed = [p.name for p in required(module)]
     tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     if main == "pixel_values" and hasattr(config, "image_size"):
@@ -124,8 +132,9 @@ def guesses(module: Any) -> Iterator[Inputs]:
             yield Inputs((torch.randn(BATCH, LENGTH, width, generator=generator).requires_grad_(),), {})
 
 
-def without_cache(module: Any, config: Any) -> dict[str, Any]:
+def without_cache(module: Any) -> dict[str, Any]:
     """The argument that leaves out the cache, which would grow with each run of a trial."""
+    config: Any = getattr(module, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     caches = any(getattr(each, "use_cache", False) for each in (config, text))
     kinds = {p.kind for name, p in inspect.signature(module.forward).parameters.items() if name != "use_cache"}

@@ -47,8 +47,9 @@ def parallelize(
                             is one for encoders of images and sounds that its plan leaves out, see towers.py
         prove               first run a tiny copy of a third-party model, see fusedtp.prove. True: raise if that is not
                             possible; False: skip it; None: run it if the model comes from transformers
-        example             arguments of the model's forward, from which its plan is inferred. Without it inputs are
-                            guessed, and modules whose inputs cannot be guessed stay whole
+        example             arguments of the model's forward, by name, from which its plan is inferred; best a batch of
+                            two or more and several different tokens. Without it inputs are guessed, and modules whose
+                            inputs cannot be guessed stay whole
         experts             which ranks share the MoE experts, and how; default: the ranks of the mesh, with whole
                             experts in fusedtp.nn, with a part of every expert in third-party models
 
@@ -69,6 +70,8 @@ def parallelize(
     if experts is not None:
         experts.check(mesh)
     own = plan is None
+    if not isinstance(example, Mapping | None):
+        raise TypeError(f"example has arguments by name, such as {{'x': x}}; this is a {type(example).__name__}")
     plan = cast(Mapping[str, Any], plan_of(model) if plan is None else plan)
     whole: dict[str, str] = {}
     if own and (not plan or names_only_ends(model, plan)):

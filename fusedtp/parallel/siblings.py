@@ -21,20 +21,31 @@ from .token_shard import TokenShard
 class Siblings:
     """Linears that one module calls on one input: the first call computes all outputs, the others return theirs.
 
-    The grouping is a guess (see foreign_plan.py). If it is wrong, some products are computed for nothing, no more.
+    The grouping is a guess (see foreign_plan.py). If it is wrong, some products are computed for nothing, until the
+    first forward of the model has ended: then those that had inputs of their own are `apart`.
     """
 
     linears: list[Any]
+    apart: dict[int, Siblings]  # place in `linears` -> its siblings; empty if all share an input
+    _seen: list[tuple[Any, set[int]]] | None  # of the first forward: an input (a weak reference), places that took it
     _input: Any  # a weak reference
     _when: tuple[Any, ...]
     _ready: list[Tensor | None]
 
     def __init__(self) -> None:
-        self.linears = []
+        self.linears, self.apart, self._seen = [], {}, []
         self.forget()
+
+    def of(self, linear: Any) -> list[Any]:
+        """The linears that are computed with this one."""
+        place = [each is linear for each in self.linears].index(True)
+        return self.apart[place].linears if self.apart else self.linears
 
     def project(self, x: Tensor, linear: Any) -> Tensor:
         """x -> this linear's columns."""
+        place = [each is linear for each in self.linears].index(True)
+        if self.apart:
+            return self.apart[place].project(x, linear)
         if torch.compiler.is_compiling():
             from torch._dynamo.comptime import comptime
 
@@ -43,8 +54,10 @@ class Siblings:
             version = None
         else:
             version = _version(x)
+            self._see(x, place)
+            if self.apart:
+                return self.apart[place].project(x, linear)
         when = (version, torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type))
-        place = [each is linear for each in self.linears].index(True)
         if self._input() is not x or self._when != when or self._ready[place] is None:
             self._ready = list(project_all(x, self.linears))
             self._input, self._when = weakref.ref(x), when
@@ -58,9 +71,40 @@ class Siblings:
         assert y is not None
         return y
 
+    def _see(self, x: Tensor, place: int) -> None:
+        if self._seen is None:
+            return
+        for seen, places in self._seen:
+            if seen() is x:
+                places.add(place)
+                return
+        self._seen.append((weakref.ref(x), {place}))
+        if len(self._seen) > len(self.linears):  # of several forwards, if layers are called without the model
+            self._learn(self._seen[:-1])
+
+    def ended(self) -> None:
+        """A forward of the model has ended: drop stored results."""
+        self.forget()
+        if self._seen:
+            self._learn(self._seen)
+
+    def _learn(self, seen: list[tuple[Any, set[int]]]) -> None:
+        """Set apart linears that took different inputs."""
+        self._seen = None
+        inputs = [frozenset(i for i, (_, places) in enumerate(seen) if n in places) for n in range(len(self.linears))]
+        if len(set(inputs)) == 1:
+            return
+        made = {each: Siblings() for each in inputs}
+        for n, each in enumerate(inputs):
+            made[each].linears.append(self.linears[n])
+            made[each]._seen = None
+            self.apart[n] = made[each]
+
     def forget(self) -> None:
         """Drop stored results. Compiled code guards these fields, so they must be in this state before each call."""
         self._input, self._when, self._ready = _nothing, (), []
+        for each in self.apart.values():
+            each.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Siblings:
         made = memo[id(self)] = Siblings()

@@ -46,6 +46,8 @@ OFF = 1e-3
 # The second run scales inputs by LOUD and has more roundoff: a value may be off by MARGIN times the change that MOVES
 # of the weights cause in it, since it goes through some tens of roundings. A single move may happen to change nothing.
 LOUD, MARGIN, MOVES = 30.0, 8.0, range(1, 4)
+# A weight with gradients smaller than this share of the largest has no effect but by roundoff.
+IDLE = 1e-5
 DROPOUTS = re.compile(r"p|.*drop.*")
 # Ranks that take different branches would wait for each other.
 TIMEOUT_S = 10.0
@@ -120,16 +122,19 @@ def random_copy(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         if buffer.is_meta:
             memo[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype)
-    for each in module.modules():  # tensors that an earlier forward stored on the module
-        kept = [x for x in tree_leaves(vars(each)) if isinstance(x, Tensor) and not x.is_leaf]
-        memo.update({id(x): x.detach().clone() for x in kept})
-    return copy.deepcopy(module, memo).cpu().float().eval()
+    return copy.deepcopy(module, memo | _stored(module)).cpu().float().eval()
+
+
+def _stored(module: nn.Module) -> dict[int, Tensor]:
+    """id -> a copy, of tensors that an earlier forward stored on its modules, which deepcopy refuses."""
+    every = [x for each in module.modules() for x in tree_leaves(vars(each))]
+    return {id(x): x.detach().clone() for x in every if isinstance(x, Tensor) and not x.is_leaf}
 
 
 def sharing(module: nn.Module) -> Any:
     """A copy with new parameters that share storage with the old ones."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters()}
-    return copy.deepcopy(module, memo)
+    return copy.deepcopy(module, memo | _stored(module))
 
 
 READ = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
@@ -283,8 +288,22 @@ class Trial:
                 vars(each).update(dict.fromkeys(drops, 0.0))
         return made
 
+    def ran(self, name: str) -> bool:
+        """Whether a parameter of the module was used, in evaluation or training mode."""
+        return any(run.gradients.get(f"module.{name}") is not None for run in self.runs)
+
     def verdict(self, plan: Mapping[str, str]) -> str:
-        """What is wrong with the module split by this plan, or "" if it computes the same."""
+        """What is wrong with the module split by this plan, or "" if it computes the same.
+
+        If weights that it splits do not matter on these inputs (queries and keys of one token, or of equal ones), a
+        wrong split would not show. One may be idle: queries of tokens that the last layer of joint attention drops.
+        """
+        gradients = self.runs[0].gradients
+        most = max((_top(g) for g in gradients.values() if g is not None), default=0.0)
+        split = {name: gradients.get(f"module.{name}.weight".replace("..", ".")) for name in plan}
+        idle = [name for name, gradient in split.items() if gradient is not None and _top(gradient) < IDLE * most]
+        if len(idle) > 1:
+            return f"{idle[0]} and {idle[1]} make no difference to the output: the trial needs several different tokens"
         own = {f"module.{name}".rstrip("."): word for name, word in plan.items()}
         for run in self.runs:
             try:

@@ -382,7 +382,7 @@ class Stage(Borrows):
                 return torch.stack((loss,))  # not a view: FSDP2 warns about views
             hidden = base(position_ids=positions, use_cache=False, **inputs).last_hidden_state
         for siblings in model.hf._fusedtp.siblings if hasattr(model.hf, "_fusedtp") else ():
-            siblings.forget()
+            siblings.ended()
         return self._sent(hidden, lead)
 
     @contextmanager
