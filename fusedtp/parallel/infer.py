@@ -275,6 +275,9 @@ class Search:
         idle = self._idle(trial, seen, unit, [join(unit, name) for name in (*columns, *rows)])
         if idle:
             return Verdict({}, f"{idle} beside it did not run in the trial")
+        still = trial.idle([*columns, *rows])
+        if len(still) > 1:  # one may be: the queries of tokens that the last layer of joint attention drops
+            return Verdict({}, f"{still[0]} and {still[1]} do not matter in a trial without several different tokens")
         why = ""
         wide = _widths(self.real.get(generic(unit)), columns, rows) & _widths(module, columns, rows)
         for words in _candidates(module, columns, rows, taken, wide):

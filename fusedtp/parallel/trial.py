@@ -292,18 +292,18 @@ class Trial:
         """Whether a parameter of the module was used, in evaluation or training mode."""
         return any(run.gradients.get(f"module.{name}") is not None for run in self.runs)
 
-    def verdict(self, plan: Mapping[str, str]) -> str:
-        """What is wrong with the module split by this plan, or "" if it computes the same.
+    def idle(self, names: list[str]) -> list[str]:
+        """The layers among these whose weights do not matter on these inputs: a wrong split of them would not show.
 
-        If weights that it splits do not matter on these inputs (queries and keys of one token, or of equal ones), a
-        wrong split would not show. One may be idle: queries of tokens that the last layer of joint attention drops.
+        Such are queries and keys of one token, or of equal ones: their softmax is constant.
         """
         gradients = self.runs[0].gradients
         most = max((_top(g) for g in gradients.values() if g is not None), default=0.0)
-        split = {name: gradients.get(f"module.{name}.weight".replace("..", ".")) for name in plan}
-        idle = [name for name, gradient in split.items() if gradient is not None and _top(gradient) < IDLE * most]
-        if len(idle) > 1:
-            return f"{idle[0]} and {idle[1]} make no difference to the output: the trial needs several different tokens"
+        own = {name: gradients.get(f"module.{name}.weight") for name in names}
+        return [name for name, gradient in own.items() if gradient is not None and _top(gradient) < IDLE * most]
+
+    def verdict(self, plan: Mapping[str, str]) -> str:
+        """What is wrong with the module split by this plan, or "" if it computes the same."""
         own = {f"module.{name}".rstrip("."): word for name, word in plan.items()}
         for run in self.runs:
             try:
