@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -164,8 +165,14 @@ def _explained(
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
-    """A parallel layer's weight; one of several for experts."""
-    weight = module.up_proj if isinstance(module, Experts) else module.weight
+    """A parallel layer's weight; one of several for experts and attention."""
+    weight: Any = None
+    if isinstance(module, Experts):
+        weight = module.up_proj
+    elif isinstance(module, nn.MultiheadAttention):
+        weight = module.q_proj_weight if module.in_proj_weight is None else module.in_proj_weight
+    else:
+        weight = module.weight
     assert isinstance(weight, torch.Tensor)
     return weight
 

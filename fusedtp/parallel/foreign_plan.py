@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate
 from fusedtp.comm import communicator
 from fusedtp.nn.heads import heads_split, sizes_that_split
 
+from . import multihead
 from .agree import check_same_inputs, watch_draws
 from .attention_maps import mark_maps
 from .features import open_features
@@ -67,6 +68,7 @@ WORDS: dict[str, Callable[..., Foreign]] = Words({
     "replicate": Foreign,
     "sequence_parallel": Foreign,
     "ep_dispatch_experts": ExpertsByRank,
+    multihead.WORD: multihead.MultiheadAttention,
     **OF_LOCAL_VIEW,
 })  # fmt: skip
 
@@ -191,6 +193,8 @@ def foreign_steps(
     named = dict(model.named_modules())
     words, parameters, faults = _named_by(plan, model, named, complete)
     faults += _adapt(words, named)
+    attentions = [name for name, word in words.items() if word == multihead.WORD]
+    words.update({f"{name}.{multihead.OUT}".lstrip("."): "rowwise" for name in attentions})
     styles: dict[str, Foreign] = {}
     for name, module in named.items():
         own = dict(module.named_parameters(recurse=False))

@@ -35,6 +35,7 @@ from .foreign import (
 )
 from .layers import unequal
 from .placement import Mesh, Placement
+from .plain_linear import computes_linear
 from .siblings import Siblings
 from .styles import FusedEmbedding, Style, computed, set_forward
 
@@ -287,7 +288,7 @@ def faults_of_linear(module: Any) -> list[str]:
     weight = getattr(module, "weight", None)
     if not isinstance(module, nn.Linear) or not isinstance(weight, Tensor) or weight.dim() != 2:
         return [f"{type(module).__name__} is not a linear layer with a weight [out_features, in_features]"]
-    if type(module).forward is not nn.Linear.forward:
+    if not computes_linear(module):
         return [f"{type(module).__name__} has its own forward, which splitting would replace"]
     return computed(module) + _patched(module)
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .local_view import INPUT, features_of, is_conv1d, is_linear, is_norm_of_features, local_view, names_in, packed
+from .multihead import OUT, WORD, is_multihead
 from .observe import Seen, guesses, join, key, observe, recorded, required
 from .plan import generic, matches, parent_of, refuse
 from .proof import _seeding
@@ -82,7 +83,7 @@ def infer(
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     if any(hasattr(m, "parallel") for m in model.modules()):
         return Inferred({}, {})
-    if len(linears) < 2:
+    if not _worth(model):
         others = {generic(n): m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in linears}
         own = "{} has its own forward"
         return Inferred({}, {name: (computed(m) or [own.format(type(m).__name__)])[0] for name, m in others.items()})
@@ -142,6 +143,7 @@ class Search:
         whole = None
         for seen, copied in self._observed("", self.model):
             whole = seen if seen.root == "" else whole
+            self._attentions(seen, copied)
             self._per_sample(seen, copied)
             for name, x in seen.calls:
                 if name not in self.words:
@@ -156,8 +158,7 @@ class Search:
     def _observed(self, name: str, module: nn.Module) -> Iterator[tuple[Seen, nn.Module]]:
         """Records of running the outermost modules that can be run."""
         elements = sum(p.numel() for p in module.parameters())
-        linears = [m for m in module.modules() if is_linear(m)]
-        if len(linears) < 2:
+        if not _worth(module):
             return
         if elements <= (LARGEST if name else LARGEST_MODEL) and not isinstance(module, CONTAINERS[:2]):
             copied = random_copy(module)
@@ -179,6 +180,19 @@ class Search:
             yield from self._observed(join(name, child), inner)
 
     # --- guess -----------------------------------------------------------------------------------------------
+
+    def _attentions(self, seen: Seen, copied: nn.Module) -> None:
+        """Split torch's own attention, which calls none of its layers."""
+        for unit, module in self.named.items():
+            if unit not in seen.inputs or unit in self.words or not is_multihead(module):
+                continue
+            verdict = self._judge(seen, copied, unit, [""], [OUT])
+            if verdict.why:
+                self.why[join(unit, OUT)] = _telling(self.why.get(join(unit, OUT), ""), verdict.why)
+                continue
+            self._take(unit, verdict)
+            if isinstance(self.named.get(parent_of(unit)), nn.TransformerEncoderLayer):
+                self._take(parent_of(unit), Verdict({"": "no_fast_path"}))
 
     def _as_rows(self, seen: Seen, copied: nn.Module, row: str, x: Tensor) -> None:
         """Try this linear layer as the row-parallel partner of layers that ran before it."""
@@ -223,7 +237,7 @@ class Search:
         every = [name for names in groups.values() for name in names]
         among = [name for name in every if parent_of(name) == parent_of(row)]
         exact = [name for name in among if features_of(self.named[name])[1] == width]
-        if len(exact) > 1 and exact not in found:
+        if exact and exact not in found:
             single.append((exact, [row]))
         unit = _around([row], self.named, seen)
         within = "" if unit is None else _below(unit)
@@ -272,6 +286,10 @@ class Search:
         trial = self._trial(seen, copied, unit)
         if isinstance(trial, str):
             return Verdict({}, trial)
+        if is_multihead(module):
+            words = {"": WORD, OUT: "rowwise"}
+            fault = trial.verdict(words)
+            return Verdict({}, f"split over {self.world_size} ranks, {fault}") if fault else Verdict(words)
         idle = self._idle(trial, seen, unit, [join(unit, name) for name in (*columns, *rows)])
         if idle:
             return Verdict({}, f"{idle} beside it did not run in the trial")
@@ -400,6 +418,11 @@ class Search:
             large = "a copy of the whole model cannot be run"
             whole[""] = f"each split module was proved alone, because {large if self.inputs else unknown}"
         return Inferred(plan, whole)
+
+
+def _worth(module: nn.Module) -> bool:
+    """Whether it contains layers to split: two linear layers, or an attention, which is one beside its last layer."""
+    return sum(is_linear(each) + is_multihead(each) for each in module.modules()) > 1
 
 
 def _around(names: list[str], named: dict[str, Any], seen: Seen) -> str | None:

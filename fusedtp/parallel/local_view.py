@@ -33,6 +33,7 @@ from .foreign import Columns, Model, Own, Rows, columns, own_forward, rows
 from .foreign_styles import Colwise, Foreign, Rowwise, install
 from .layers import accumulated, unequal
 from .placement import Mesh, Placement
+from .plain_linear import computes_linear
 from .styles import computed
 from .torch_names import METADATA, name_of
 
@@ -231,8 +232,9 @@ def is_conv1d(module: Any) -> bool:
 
 def is_linear(module: Any) -> bool:
     """Whether there is a style that can split it."""
-    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return (is_conv1d(module) or (plain and "forward" not in module.__dict__)) and not computed(module)
+    if isinstance(module, nn.Linear):
+        return not computed(module) and "forward" not in module.__dict__ and computes_linear(module)
+    return is_conv1d(module) and not computed(module)
 
 
 def features_of(module: Any) -> tuple[int, int]:

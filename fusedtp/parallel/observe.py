@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .local_view import features_of, is_linear
+from .multihead import is_multihead
 from .trial import Inputs, sharing
 
 BATCH, LENGTH = 2, 5
@@ -126,6 +127,9 @@ def guesses(module: Any) -> Iterator[Inputs]:
             yield Inputs((), {main: ids, "attention_mask": mask, **decoder, **more})
         elif len(required(module)) == 1:
             yield Inputs((ids,), more)
+    if is_multihead(module):
+        widths = [module.embed_dim, module.kdim, module.vdim]
+        yield Inputs(tuple(torch.randn(BATCH, LENGTH, n, generator=generator).requires_grad_() for n in widths), {})
     if len(required(module)) == 1:
         widths = [features_of(m)[0] for m in module.modules() if is_linear(m)]
         for width in list(dict.fromkeys(widths))[:2]:

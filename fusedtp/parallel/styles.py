@@ -43,6 +43,7 @@ from .layers import (
     unequal,
 )
 from .placement import Mesh, Placement, Way, place_parameters
+from .plain_linear import computes_linear
 
 
 class Style(ParallelStyle):
@@ -281,7 +282,7 @@ def linear_faults(module: Any) -> list[str]:
     weight = getattr(module, "weight", None)
     if not hasattr(module, "in_features") or not isinstance(weight, Tensor) or weight.dim() != 2:
         return [f"{type(module).__name__} is not a linear layer with a weight [out_features, in_features]"]
-    if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
+    if isinstance(module, nn.Linear) and not computes_linear(module):
         return [f"{type(module).__name__} has its own forward, which splitting would replace"]
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return ["nn.MultiheadAttention reads its weight and never calls it; leave it out of the plan"]

@@ -344,7 +344,8 @@ class Trial:
         for name, buffer in split.named_buffers():
             want = run.buffers.get(name, buffer)
             if want.shape == buffer.shape:
-                fault = fault or _off(name.removeprefix("module."), buffer.float(), want.float(), bound=run.off)
+                own, whole = (x.to_dense().float() if x.is_sparse else x.float() for x in (buffer, want))
+                fault = fault or _off(name.removeprefix("module."), own, whole, bound=run.off)
         if run.trains:
             return fault
         with torch.no_grad():
@@ -435,8 +436,12 @@ def _error(got: Tensor, want: Tensor, least: float) -> float:
     """The largest difference, relative to the largest value or to `least` if that is larger."""
     if not want.numel():
         return 0.0
-    return float((got - want).detach().abs().nan_to_num(math.inf).max()) / max(_top(want), least)
+    away = (got - want).detach().abs().nan_to_num(math.inf)
+    equal = got.detach() == want.detach()  # infinities too, as in a mask
+    return float(away.masked_fill(equal, 0.0).max()) / max(_top(want), least)
 
 
 def _top(x: Tensor) -> float:
-    return float(x.detach().abs().max()) if x.numel() else 0.0
+    """The largest absolute value that is finite."""
+    finite = x.detach().abs()
+    return float(finite.masked_fill(~finite.isfinite(), 0.0).max()) if x.numel() else 0.0

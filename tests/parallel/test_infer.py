@@ -111,7 +111,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float]] =
     "distilbert": (distilbert, ids, 0.8),
     "vit": (vit, image, 0.8),
     "opt": (opt, ids, 0.9),
-    "encoder": (encoder, hidden, 0.4),
+    "encoder": (encoder, hidden, 0.9),
     "timm": (planless.TimmViT, image, 0.8),
     "nano": (nano, ids, 0.9),
     "nano_gated": (nano_gated, ids, 0.9),
@@ -289,10 +289,26 @@ def test_what_was_changed_after_construction_is_what_is_tried():
     assert plan["transformer.h.*.attn.c_attn"] == "conv1d_packed_colwise_3"
 
 
-def test_linears_of_a_class_of_their_own_are_named():
-    plan, whole = infer(model_of("falcon"), 2)
+class Rounding(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, (self.weight * 8).round() / 8, self.bias)
+
+
+def test_linears_that_do_more_are_named():
+    plan, whole = infer(nn.Sequential(Rounding(32, 64), nn.ReLU(), Rounding(64, 32)), 2)
     assert not plan
-    assert whole["transformer.h.*.mlp.dense_h_to_4h"] == "FalconLinear has its own forward"
+    assert whole == dict.fromkeys("02", "Rounding has its own forward")
+
+
+def test_linears_with_a_forward_of_their_own_that_computes_the_same_are_split():
+    """Falcon adds the bias in a second step. Its MLP and its attention, which cannot be split, share their input."""
+    plan, whole = infer(model_of("falcon"), 2)
+    assert plan["transformer.h.*.mlp.dense_h_to_4h"] == "colwise"
+    assert plan["transformer.h.*.mlp.dense_4h_to_h"] == "rowwise"
+    assert {name for name in whole if "attention" in name} == {
+        "transformer.h.*.self_attention.query_key_value",
+        "transformer.h.*.self_attention.dense",
+    }
 
 
 def test_roundoff_where_a_softmax_saturates_hinders_nothing():
