@@ -11,7 +11,8 @@
     conclude   try everything taken at once in the whole copy, if that can be run
 
 Layers of one kind (same classes, shapes and settings) are tried once. What no trial proves stays whole, and `Inferred`
-says why. Names are not used, with one exception: an attribute with "head" in its name is a number of heads.
+says why. Names are not used, with one exception: an attribute with "head" in its name is a number of heads, and so is
+axis h of a Rearrange layer, if it is as long.
 """
 
 from __future__ import annotations
@@ -25,9 +26,20 @@ from functools import cache, partial
 from types import CodeType
 from typing import Any, NamedTuple
 
+from einops.layers.torch import Rearrange
 from torch import Tensor, nn
 
-from .local_view import INPUT, features_of, is_conv1d, is_linear, is_norm_of_features, local_view, names_in, packed
+from .local_view import (
+    INPUT,
+    features_of,
+    is_conv1d,
+    is_linear,
+    is_norm_of_features,
+    lengths,
+    local_view,
+    names_in,
+    packed,
+)
 from .multihead import OUT, WORD, is_multihead
 from .observe import Seen, guesses, join, key, observe, recorded, required
 from .plan import generic, matches, parent_of, refuse
@@ -394,9 +406,10 @@ class Search:
         """Patterns if all modules of a kind have the same style; otherwise names, if explicit (not from a twin)."""
         plan: dict[str, str] = {}
         whole: dict[str, str] = {}
+        every = [*self.named, *(name for name, _ in self.model.named_parameters(remove_duplicate=False))]
         for name, word in self.words.items():
             for pattern in dict.fromkeys((generic(name), _of_lists(name, self.named))):
-                if {self.words.get(other) for other in self.named if matches(pattern, other)} == {word}:
+                if {self.words.get(other) for other in every if matches(pattern, other)} == {word}:
                     plan[pattern] = word
                     break
             else:
@@ -483,10 +496,11 @@ def _candidates(
     widths = tuple(name for name in attributes if name in wide)
     first = parent_of(columns[0])
     narrow = ((), (INPUT,)) if features_of(inside[columns[0]])[0] == features_of(inside[row])[0] else ((),)
-    norms = _norms(module, columns)
-    for linears in [
-        {**way, **normed} for way in _ways(inside, columns, rows) for normed in ([norms, {}] if norms else [{}])
-    ]:
+    counts = {attributes[name] for name in heads}
+    norms, by_head = _norms(module, columns), _by_head(module, [*columns, row], counts)
+    beside = [norms | by_head, norms, by_head, {}]
+    ways = _ways(inside, columns, rows)
+    for linears in [way | each for way in ways for i, each in enumerate(beside) if each not in beside[:i]]:
         tried: list[dict[str, str]] = []
         for claimed in narrow:
             for names in (heads, (*heads, *widths), ()):
@@ -500,6 +514,8 @@ def _candidates(
                         views[at] = local_view((*names_in(taken.get(at, "")), *own))
                     elif isinstance(each, nn.TransformerEncoderLayer):
                         views[at] = "no_fast_path"
+                    if names:
+                        views |= _inside(at, each, counts)
                 if views not in tried:
                     tried.append(views)
                     yield linears | views
@@ -540,6 +556,34 @@ def _norms(module: Any, columns: list[str]) -> dict[str, str]:
         for name, each in module.get_submodule(at).named_children()
         if is_norm_of_features(each) and each.normalized_shape[0] in widths
     }
+
+
+def _by_head(module: Any, linears: list[str], heads: set[int]) -> dict[str, str]:
+    """Style names for parameters around these layers with a first or last dimension as long as there are heads."""
+    found: dict[str, str] = {}
+    for at in dict.fromkeys((*_parents(linears), "")):
+        for name, parameter in module.get_submodule(at).named_parameters(recurse=False):
+            if parameter.dim() > 1 and parameter.shape[-1] in heads:
+                found[join(at, name)] = "rowwise"
+            elif parameter.dim() and parameter.shape[0] in heads:
+                found[join(at, name)] = "grouped_gemm"
+    return found
+
+
+def _inside(at: str, module: nn.Module, heads: set[int]) -> dict[str, str]:
+    """Style names for children without parameters that know the number of heads, such as the kernel of an attention.
+
+    In a Rearrange layer of einops it is the length of axis h.
+    """
+    found: dict[str, str] = {}
+    for name, each in module.named_children():
+        if any(True for _ in each.parameters()):
+            continue
+        known = re.compile("h.*") if isinstance(each, Rearrange) else COUNTS_HEADS
+        values = lengths(each).items()
+        own = tuple(key for key, n in values if type(n) is int and n in heads and known.fullmatch(key))
+        found |= {join(at, name): local_view(own)} if own else {}
+    return found
 
 
 def _parents(names: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
     local_view(n_head, n_embd)      the module's own forward; attributes n_head and n_embd are divided by world size
     local_view(n_head, input.shape) the same, and its input reports the width of this rank's part
+    local_view(h)                   of a Rearrange layer of einops: the length of axis h is divided
     norm_of_all_heads               nn.RMSNorm over the features of all heads, of which each rank has some
     packed_colwise_n, packed_rowwise_n   n matrices in one, as packed_colwise has two
     no_fast_path                    nn.TransformerEncoderLayer, which otherwise reads weights without calling its layers
@@ -22,6 +23,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from einops.layers.torch import Rearrange
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -103,7 +105,7 @@ class LocalView(Foreign):
     def faults(self, module: Any, world_size: int) -> list[str]:
         found = super().faults(module, world_size)
         for name in self.attributes:
-            value = module.__dict__.get(name)
+            value = lengths(module).get(name)
             if type(value) is not int:
                 found.append(f"it has no integer attribute {name}")
             elif value % world_size:
@@ -111,15 +113,24 @@ class LocalView(Foreign):
         return found
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        whole = {name: module.__dict__[name] for name in self.attributes}
+        whole = {name: lengths(module)[name] for name in self.attributes}
         view = LocalOwn(**self.own(module, comm), attributes=whole, narrow=self.narrow)
         install(module, view, narrowed if self.narrow else own_forward)
-        for name, value in whole.items():
-            setattr(module, name, value // comm.world_size)
+        own = {name: value // comm.world_size for name, value in whole.items()}
+        if isinstance(module, Rearrange):
+            made = Rearrange(module.pattern, **{**module.axes_lengths, **own})
+            own = {name: value for name, value in vars(made).items() if name not in vars(nn.Module())}
+        for name, value in own.items():
+            setattr(module, name, value)
         if self.narrow:
             for child in module.modules():
                 if is_linear(child):
                     child.register_forward_pre_hook(_take_whole)
+
+
+def lengths(module: Any) -> dict[str, Any]:
+    """The attributes of a module that may be divided; for a Rearrange layer, the lengths of axes."""
+    return module.axes_lengths if isinstance(module, Rearrange) else vars(module)
 
 
 def narrowed(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from einops.layers.torch import Rearrange
 from torch import Tensor, nn
 
 WIDTH, HEADS = 32, 4
@@ -136,6 +137,37 @@ class SideBySide(nn.Module):
         heads = (layer(h).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         attention = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
         return x + self.out(torch.cat([attention, F.silu(self.gate(h)) * self.up(h)], dim=-1))
+
+
+class Core(nn.Module):
+    """Attention without parameters that merges heads by their number."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_attention_heads = num_heads
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        y = F.scaled_dot_product_attention(q, k, v, bias)
+        return y.transpose(1, 2).reshape(*q.shape[:1], -1, self.num_attention_heads * q.shape[-1])
+
+
+class HeadsBeside(nn.Module):
+    """The number of heads is known to layers of einops and to an inner module, and parameters have a part a head."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.by_heads = Rearrange("b n (h d) -> b h n d", h=num_heads)
+        self.core = Core(num_heads)
+        self.temperature = nn.Parameter(torch.ones(num_heads, 1, 1))
+        self.table = nn.Parameter(torch.zeros(9, num_heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.by_heads(layer(x)) for layer in (self.q, self.k, self.v))
+        at = torch.arange(x.shape[1], device=x.device)
+        bias = self.table[(at[:, None] - at).clamp(-4, 4) + 4].permute(2, 0, 1)
+        return x + self.out(self.core(q * self.temperature, k, v, bias[None]))
 
 
 class Chain(nn.Module):

@@ -88,6 +88,10 @@ def side_by_side() -> nn.Module:
     return planless.Chain(planless.SideBySide)
 
 
+def heads_beside() -> nn.Module:
+    return planless.Chain(planless.HeadsBeside)
+
+
 def interleaved() -> nn.Module:
     return planless.NanoGPT(planless.InterleavedAttention)
 
@@ -118,6 +122,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float]] =
     "interleaved": (interleaved, ids, 0.4),
     "normed": (normed, ids, 0.9),
     "side_by_side": (side_by_side, ids, 0.9),
+    "heads_beside": (heads_beside, ids, 0.9),
 }
 PLANS: dict[str, dict[str, str]] = {}
 
@@ -234,6 +239,14 @@ def test_attention_and_an_mlp_side_by_side_share_the_last_layer():
     uneven = {**plan, "h.*.out": "packed_rowwise_5"}
     with pytest.raises(ValueError, match="weight packs 5 matrices of 25 features, which 2 ranks cannot share"):
         fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(side_by_side(), group, plan=uneven))
+
+
+def test_what_inner_modules_and_parameters_know_of_heads_is_divided():
+    plan = plan_of("heads_beside")
+    assert plan["h.*.by_heads"] == "local_view(h)" and plan["h.*.core"] == "local_view(num_attention_heads)"
+    assert plan["h.*.temperature"] == "grouped_gemm" and plan["h.*.table"] == "rowwise"
+    said = str(fusedtp.VirtualWorld(2).run(lambda group: explained(group, heads_beside))[0])
+    assert "changed to local values in h.0.by_heads: h 4 -> 2" in said
 
 
 ALL_HEADS = {"0": "norm_of_all_heads"}
