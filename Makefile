@@ -19,7 +19,7 @@ GPU_PYTHON ?= python3# interpreter for `make gpu`, with the box's own torch
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train train-moe train-3d finetune test-models test-meshes models-table docs check corpus lint-kernels seeded faults test test-triton-old test-triton-cuda test-triton-new test-newest lint format bench gpu wheel clean distclean FORCE
+.PHONY: help venv train train-moe train-3d finetune test-models test-meshes models-table libraries-table docs check corpus lint-kernels seeded faults test test-triton-old test-triton-cuda test-triton-new test-newest lint format bench gpu wheel clean distclean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ test-meshes: venv ## every mesh of four ranks under every schedule, and checkpoi
 models-table: venv ## write docs/models.md: every family of transformers on two and on four ranks
 	$(BIN)/python -m tests.parallel.hf.table > models.md.new && mv models.md.new docs/models.md
 
+libraries-table: $(VENV)-libraries/installed ## write docs/libraries.md: models of timm, open_clip and others, by the newest torch
+	$(<D)/bin/python -m tests.parallel.hf.libraries > libraries.md.new && mv libraries.md.new docs/libraries.md
+
 # In a venv of its own, see below. ARGS and TESTS apply; this Triton's interpreter fails on numpy 2.4.
 test-triton-old: $(VENV)-triton-3.6.0/installed ## test kernels, simulator and lint with the oldest Triton, 3.6.0
 	$(<D)/bin/python -m pytest $(TESTS) $(ARGS)
@@ -114,7 +117,7 @@ clean: ## delete what was built, not .venv and not runs/
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## delete .venv as well
-	rm -rf $(VENV) $(VENV)-triton-* $(VENV)-newest
+	rm -rf $(VENV) $(VENV)-triton-* $(VENV)-newest $(VENV)-libraries
 
 # pip is the last thing that venv puts there, so an interrupted start is started again.
 $(BIN)/pip:
@@ -153,6 +156,14 @@ $(VENV)-newest/installed: pyproject.toml | $(BIN)/pip
 	rm -rf $(@D)
 	$(BIN)/python -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --no-compile -e '.[dev]'
+	touch $@
+
+# torchvision's release says which torch it is for.
+$(VENV)-libraries/installed: pyproject.toml tests/parallel/hf/libraries.txt | $(BIN)/pip
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-compile "$$(grep ^torchvision tests/parallel/hf/libraries.txt)" -e '.[dev]'
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-deps -r tests/parallel/hf/libraries.txt
 	touch $@
 
 $(VENV)/docs-installed: $(INSTALLED)

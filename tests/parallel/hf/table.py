@@ -130,6 +130,7 @@ class Section(NamedTuple):
 
     about      what its models are; the number of those that are exact follows
     packages   whose versions it states
+    command    that prints it; default: of this file, with `option`
     """
 
     heading: str
@@ -138,6 +139,7 @@ class Section(NamedTuple):
     packages: tuple[str, ...]
     cases: Sequence[str]
     compare: Callable[..., Any]
+    command: str = ""
 
     def measured(self) -> tuple[dict[str, Found], ...]:
         return tuple(measured(sorted(self.cases), ranks, {}, self.compare) for ranks in (2, 4))
@@ -145,6 +147,9 @@ class Section(NamedTuple):
     def lines(self, two: dict[str, Found], four: dict[str, Found]) -> list[str]:
         here = environment()
         versions = ", ".join(f"{name} {version(name)}" for name in self.packages)
+        alone = (
+            f"python -m tests.parallel.hf.table {self.option} > models.md.new      (only this section is measured anew)"
+        )
         return [
             self.heading,
             "",
@@ -153,8 +158,7 @@ class Section(NamedTuple):
             "*Whole*: the outermost modules",
             "without a split weight matrix, on 2 ranks; the reasons follow.",
             "",
-            f"    python -m tests.parallel.hf.table {self.option} > models.md.new      (only this section is measured "
-            "anew)",
+            f"    {self.command or alone}",
             "",
             f"{here['processor']}, {here['cores']} cores; Python {here['python']}, {versions}, "
             f"fusedtp {here['fusedtp']}.",
