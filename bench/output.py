@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -76,13 +77,13 @@ def show(about: Mapping[str, Any], roofs: Mapping[str, Mapping[str, float]], row
         lines = [cells(row) for row in group]
         used = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
         table(title, [COLUMNS[i] for i in used], [[line[i] for i in used] for line in lines])
-    for row in rows:
-        if row.above_roof:
-            slow = "" if row.flops is None else f", or torch.matmul is slow here in {row.dtype}"
-            print(
-                f"note: {row.key}: {row.roof_share:.0%} of the roof, marked{ABOVE_ROOF}: "
-                f"the roof's sample was disturbed by other load{slow}; measure again"
-            )
+    above = Counter((row.dtype, row.flops is not None) for row in rows if row.above_roof)
+    for (dtype, multiplies), n in sorted(above.items()):
+        slow = f", or torch.matmul is slow here in {dtype}" if multiplies else ""
+        print(
+            f"note: {n} row{'s' * (n > 1)} in {dtype} above the roof, marked{ABOVE_ROOF}: "
+            f"the roof's sample was disturbed by other load{slow}; measure again"
+        )
 
 
 def table(title: str, header: list[str], lines: list[list[str]], wide: Sequence[str] = ("note",)) -> None:
