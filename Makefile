@@ -70,7 +70,7 @@ models-table: venv ## write docs/models.md: every family of transformers on two 
 	$(BIN)/python -m tests.parallel.hf.table > models.md.new && mv models.md.new docs/models.md
 
 libraries-table: $(VENV)-libraries/installed ## write docs/libraries.md: models of timm, open_clip and others, by the newest torch
-	$(<D)/bin/python -m tests.parallel.hf.libraries > libraries.md.new && mv libraries.md.new docs/libraries.md
+	$(<D)/bin/python -m tests.parallel.hf.table --libraries > libraries.md.new && mv libraries.md.new docs/libraries.md
 
 # In a venv of its own, see below. ARGS and TESTS apply; this Triton's interpreter fails on numpy 2.4.
 test-triton-old: $(VENV)-triton-3.6.0/installed ## test kernels, simulator and lint with the oldest Triton, 3.6.0

@@ -8,7 +8,6 @@ whole, and tries again until everything is exact. Then fewer modules are split, 
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from fusedtp.comm import Communicator, communicator
 from fusedtp.ops.tokens import gather_tokens
 
+from .copies import deep_copy
 from .foreign_plan import adopt
 from .placement import Mesh
 from .plan import generic, matches, parent_of, plan_of
@@ -130,7 +130,8 @@ def _copy_of(model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None) ->
         except NoTwin:
             if example is None:
                 raise
-            return copy.deepcopy(model).to(comm.device)
+            copied: nn.Module = deep_copy(model).to(comm.device)
+            return copied
 
 
 def _example(plain: nn.Module, device: torch.device) -> dict[str, Any]:
@@ -172,7 +173,7 @@ def _compare(
     example = _example(plain, comm.device) if example is None else example
     for parameter in plain.parameters():
         parameter.grad = None
-    parallel = copy.deepcopy(plain)
+    parallel = deep_copy(plain)
     try:
         want = _run(plain, example)
     except Exception as error:
@@ -262,10 +263,10 @@ def _first_off(
 ) -> str:
     """The first module to finish with an output that has the right shape but other values than on one device."""
     comm = communicator(mesh)
-    parallel = copy.deepcopy(plain)
+    parallel = deep_copy(plain)
     adopt(parallel, mesh, plan, complete=False, engine="collective", sequence_parallel=sequence_parallel)
     seen: list[dict[str, list[Tensor]]] = []
-    for model in (copy.deepcopy(plain), parallel):
+    for model in (deep_copy(plain), parallel):
         outputs: dict[str, list[Tensor]] = {}
         for name, module in model.named_modules():
 

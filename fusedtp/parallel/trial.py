@@ -16,7 +16,6 @@ model does not pass are not tried.
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import re
@@ -35,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedtp.comm import VirtualGroup, VirtualWorld, communicator
 
+from .copies import deep_copy
 from .foreign import Model
 from .foreign_plan import adopt, foreign_steps
 from .placement import Way
@@ -122,7 +122,7 @@ def random_copy(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         if buffer.is_meta:
             memo[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype)
-    return copy.deepcopy(module, memo | _stored(module)).cpu().float().eval()
+    return deep_copy(module, memo | _stored(module)).cpu().float().eval()
 
 
 def _stored(module: nn.Module) -> dict[int, Tensor]:
@@ -134,7 +134,7 @@ def _stored(module: nn.Module) -> dict[int, Tensor]:
 def sharing(module: nn.Module) -> Any:
     """A copy with new parameters that share storage with the old ones."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters()}
-    return copy.deepcopy(module, memo | _stored(module))
+    return deep_copy(module, memo | _stored(module))
 
 
 READ = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__}

@@ -185,6 +185,19 @@ class Chain(nn.Module):
         return self.lm_head(x)
 
 
+class HeadByFunction(nn.Module):
+    """An MLP and a head that is a function of the model, which deepcopy does not copy: its table is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.up, self.down = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.to_logits = lambda x: x @ self.wte.weight.t()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids)
+        return self.to_logits(x + self.down(self.up(x).relu()))
+
+
 class GradientByHeads(nn.Module):
     """An MLP whose attribute scales only a gradient, of its input or of a bias; its output does not depend on it."""
 

@@ -1,16 +1,12 @@
 """Models of other libraries, small and with random weights, and an example of each one's inputs.
 
-    python -m tests.parallel.hf.libraries > docs/libraries.md      (`make libraries-table`)
-
 None has a plan. The libraries are no requirement of the tests: libraries.txt lists them, and `make libraries-table`
 installs them into a venv of their own.
 """
 
 from __future__ import annotations
 
-import copy
 import importlib
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +18,6 @@ import fusedtp
 from tests.parallel.support import tp_mesh
 
 from .parity import against
-from .table import Section
 
 Inputs = dict[str, Any]
 
@@ -191,26 +186,5 @@ def results(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
 def compare(group: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """parity.compare for a case. options: of fusedtp.parallelize."""
     plain, inputs = model_of(name), CASES[name].inputs()
-    parallel = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group), example=inputs, **options)
+    parallel = fusedtp.parallelize(model_of(name), tp_mesh(group), example=inputs, **options)
     return against(group, plain, parallel, lambda model: results(model, inputs))
-
-
-SECTION = Section(
-    "# Models of other libraries",
-    "Small models with random weights, split by a plan that `fusedtp.parallelize` infers from an example of their\n"
-    "inputs, beside the same model on one device; *logits* are their outputs.",
-    "",
-    ("torch", "torchvision", "timm", "open_clip_torch", "openai-whisper", "x-transformers", "vit-pytorch", "litgpt"),
-    list(CASES),
-    compare,
-    "python -m tests.parallel.hf.libraries > docs/libraries.md      (`make libraries-table`)",
-)
-
-
-def main() -> None:
-    warnings.filterwarnings("ignore")
-    print("\n".join(SECTION.lines(*SECTION.measured())).rstrip("\n"))
-
-
-if __name__ == "__main__":
-    main()

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import fusedtp
+from fusedtp.parallel.copies import deep_copy
 from fusedtp.parallel.plan import generic
 from fusedtp.parallel.vocab_shard import VocabShard
 from tests.parallel.support import beside, tp_mesh
@@ -40,7 +41,7 @@ def batch(tokens: tuple[int, int] = (3, 5), padding: int = 2, side: str = "left"
 
 def perturbed(model: nn.Module, seed: int = 3) -> nn.Module:
     """A copy with every weight moved by about one unit in its last place."""
-    made = copy.deepcopy(model)
+    made: nn.Module = deep_copy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():

@@ -3,6 +3,7 @@
     python -m tests.parallel.hf.table > docs/models.md
     python -m tests.parallel.hf.table --composite          only the section of models with images, sound or an encoder
     python -m tests.parallel.hf.table --diffusion          only that of diffusion transformers
+    python -m tests.parallel.hf.table --libraries > docs/libraries.md         models of other libraries
 
 Runs parity.compare for each family on two and on four CPU ranks. Families with a plan for experts run once more on two
 ranks, with whole experts behind the library's exchange. Each row reports this run only; no earlier results are reused.
@@ -23,7 +24,7 @@ import fusedtp
 from fusedtp.environment import environment
 from tests.harness import WorldError, world
 
-from . import composite, diffusion, parity
+from . import composite, diffusion, libraries, parity
 from .families import HEAD_ONLY, LARGE, OTHERS, UNPLANNED, families, towers
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
@@ -189,6 +190,18 @@ SECTIONS = [
 ]  # fmt: skip
 
 
+LIBRARIES = Section(
+    "# Models of other libraries",
+    "Small models with random weights, split by a plan that `fusedtp.parallelize` infers from an example of their\n"
+    "inputs, beside the same model on one device; *logits* are their outputs.",
+    "--libraries",
+    ("torch", "torchvision", "timm", "open_clip_torch", "openai-whisper", "x-transformers", "vit-pytorch", "litgpt"),
+    list(libraries.CASES),
+    libraries.compare,
+    "python -m tests.parallel.hf.table --libraries > docs/libraries.md      (`make libraries-table`)",
+)
+
+
 def section_row(name: str, two: Found, four: Found) -> str:
     whole = "" if "refused" in two else ", ".join(f"`{each}`" for each in two["unsplit"])
     cells = row(name, two, four, None).removesuffix(" |").split(" | ")
@@ -298,6 +311,9 @@ def page(
 
 def main() -> None:
     warnings.filterwarnings("ignore")
+    if LIBRARIES.option in sys.argv[1:]:
+        print("\n".join(LIBRARIES.lines(*LIBRARIES.measured())).rstrip("\n"))
+        return
     for section in SECTIONS:
         if section.option in sys.argv[1:]:
             print(with_section(PAGE.read_text(), section.lines(*section.measured())).rstrip("\n"))
