@@ -193,8 +193,10 @@ def foreign_steps(
     named = dict(model.named_modules())
     words, parameters, faults = _named_by(plan, model, named, complete)
     faults += _adapt(words, named)
-    attentions = [name for name, word in words.items() if word == multihead.WORD]
-    words.update({f"{name}.{multihead.OUT}".lstrip("."): "rowwise" for name in attentions})
+    for name in [name for name, word in words.items() if word == multihead.WORD]:
+        last = f"{name}.{multihead.OUT}".lstrip(".")
+        if words.setdefault(last, "rowwise") != "rowwise":
+            faults.append(f"{last}: {words[last]!r} does not go with {multihead.WORD!r}; only 'rowwise' does")
     styles: dict[str, Foreign] = {}
     for name, module in named.items():
         own = dict(module.named_parameters(recurse=False))

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -202,9 +203,9 @@ class Search:
             if verdict.why:
                 self.why[join(unit, OUT)] = _telling(self.why.get(join(unit, OUT), ""), verdict.why)
                 continue
-            self._take(unit, verdict)
-            if isinstance(self.named.get(parent_of(unit)), nn.TransformerEncoderLayer):
-                self._take(parent_of(unit), Verdict({"": "no_fast_path"}))
+            layer = parent_of(unit)
+            fast = isinstance(self.named[layer], nn.TransformerEncoderLayer)
+            self._take(unit, verdict, {layer: "no_fast_path"} if fast else None)
 
     def _as_rows(self, seen: Seen, copied: nn.Module, row: str, x: Tensor) -> None:
         """Try this linear layer as the row-parallel partner of layers that ran before it."""
@@ -219,8 +220,9 @@ class Search:
             for name in (*columns, *rows):
                 self.why[name] = _telling(self.why.get(name, ""), verdict.why)
 
-    def _take(self, unit: str, verdict: Verdict) -> None:
-        found = {join(unit, name): word for name, word in verdict.words.items()}
+    def _take(self, unit: str, verdict: Verdict, more: dict[str, str] | None = None) -> None:
+        """more: words of modules outside the unit that belong to it."""
+        found = {join(unit, name): word for name, word in verdict.words.items()} | (more or {})
         self.units.append((unit, found))
         self.words.update(found)
 
@@ -310,7 +312,9 @@ class Search:
             return Verdict({}, f"{still[0]} and {still[1]} do not matter in a trial without several different tokens")
         why = ""
         wide = _widths(self.real.get(generic(unit)), columns, rows) & _widths(module, columns, rows)
-        for words in _candidates(module, columns, rows, taken, wide):
+        ran = {name for name, _ in module.named_parameters() if trial.ran(name)}
+        ran |= {_within(unit, name) for name in seen.inputs if name.startswith(_below(unit))}
+        for words in _candidates(module, columns, rows, taken, wide, ran):
             fault = trial.verdict({**taken, **words})
             if not fault:
                 return Verdict(words)
@@ -483,9 +487,12 @@ def _widths(module: nn.Module | None, columns: list[str], rows: list[str]) -> se
 
 
 def _candidates(
-    module: Any, columns: list[str], rows: list[str], taken: dict[str, str], wide: set[str]
+    module: Any, columns: list[str], rows: list[str], taken: dict[str, str], wide: set[str], ran: set[str]
 ) -> Iterator[dict[str, str]]:
-    """Candidate style names for these layers and the modules around them, the likeliest first."""
+    """Candidate style names for these layers and the modules around them, the likeliest first.
+
+    ran: modules and parameters inside that the trial uses; of others it could not tell whether they may be split.
+    """
     if not rows:
         yield dict.fromkeys(columns, "colwise_gather_output")
         return
@@ -498,11 +505,12 @@ def _candidates(
     narrow = ((), (INPUT,)) if features_of(inside[columns[0]])[0] == features_of(inside[row])[0] else ((),)
     counts = {attributes[name] for name in heads}
     norms, by_head = _norms(module, columns), _by_head(module, [*columns, row], counts)
-    beside = [norms | by_head, norms, by_head, {}]
+    by_head = {name: word for name, word in by_head.items() if name in ran}
+    beside = [norms, {}, norms | by_head, by_head]  # split no more than is needed
     ways = _ways(inside, columns, rows)
     for linears in [way | each for way in ways for i, each in enumerate(beside) if each not in beside[:i]]:
         tried: list[dict[str, str]] = []
-        for claimed in narrow:
+        for claimed, within in product(narrow, (False, True)):
             for names in (heads, (*heads, *widths), ()):
                 views: dict[str, str] = {}
                 for at in dict.fromkeys((first, parent_of(row), *_parents(columns), "")):
@@ -514,8 +522,8 @@ def _candidates(
                         views[at] = local_view((*names_in(taken.get(at, "")), *own))
                     elif isinstance(each, nn.TransformerEncoderLayer):
                         views[at] = "no_fast_path"
-                    if names:
-                        views |= _inside(at, each, counts)
+                    if within and names:
+                        views |= {name: word for name, word in _inside(at, each, counts).items() if name in ran}
                 if views not in tried:
                     tried.append(views)
                     yield linears | views
@@ -579,7 +587,7 @@ def _inside(at: str, module: nn.Module, heads: set[int]) -> dict[str, str]:
     for name, each in module.named_children():
         if any(True for _ in each.parameters()):
             continue
-        known = re.compile("h.*") if isinstance(each, Rearrange) else COUNTS_HEADS
+        known = re.compile("h|(n_|num_)?heads?") if isinstance(each, Rearrange) else COUNTS_HEADS
         values = lengths(each).items()
         own = tuple(key for key, n in values if type(n) is int and n in heads and known.fullmatch(key))
         found |= {join(at, name): local_view(own)} if own else {}

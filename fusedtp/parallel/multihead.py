@@ -28,22 +28,26 @@ from .foreign_styles import Foreign, install
 from .layers import ColumnParallel, accumulated
 from .placement import Mesh, Placement
 from .siblings import project_all
+from .styles import computed
 from .token_shard import TokenShard
 
 WORD = "multihead_attention"
 OUT = "out_proj"
+WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
 
 
 def is_multihead(module: Any) -> bool:
     """Whether it is torch's attention, with torch's forward."""
     plain = isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
-    return plain and "forward" not in vars(module)
+    return plain and "forward" not in vars(module) and not computed(module, WEIGHTS)
 
 
 class MultiheadAttention(Foreign):
     """See the top of this file. The model's plan splits `out_proj` along with it (foreign_plan.py)."""
 
     def faults(self, module: Any, world_size: int) -> list[str]:
+        if isinstance(module, nn.MultiheadAttention) and computed(module, WEIGHTS):
+            return computed(module, WEIGHTS)
         if not is_multihead(module):
             return [f"{type(module).__name__} is not torch's MultiheadAttention with its own forward"]
         if module.num_heads % world_size:
@@ -89,12 +93,19 @@ def multihead_attention(
     at: Heads = self.parallel
     if is_causal and attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+    if any(type(x) is Tensor and x.is_nested for x in (query, key, value)):
+        raise ValueError("split attention does not take nested tensors; pad them, and pass key_padding_mask")
     batched, first = query.dim() == 3, self.batch_first or query.dim() == 2
     q, k, v = _projected(self, query, key, value)
     q, k, v = (_by_heads(x if batched else x[None], first, self.head_dim) for x in (q, k, v))
+    if k.shape != v.shape or k.shape[0] != q.shape[0]:
+        raise RuntimeError(
+            f"query, key and value have batches of {q.shape[0]}, {k.shape[0]} and {v.shape[0]}, "
+            f"key and value {k.shape[2]} and {v.shape[2]} tokens"
+        )
     at.model.drawing(True)  # dropout draws for this rank's heads
     causal = is_causal and key_padding_mask is None and not need_weights
-    mask = None if causal else _masked(self, q, k, attn_mask, key_padding_mask)
+    mask = None if causal else _masked(self, q, k, attn_mask, key_padding_mask, batched)
     extra = int(self.bias_k is not None) + int(self.add_zero_attn)
     if self.bias_k is not None:
         k, v = (_appended(x, accumulated(bias)) for x, bias in ((k, self.bias_k), (v, self.bias_v)))
@@ -105,7 +116,7 @@ def multihead_attention(
     weights = None
     if need_weights:
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)
-        weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+        weights = F.dropout((scores if mask is None else scores + mask.to(scores.dtype)).softmax(-1), dropout)
         y = weights @ v
         weights = _of_all_heads(weights, at, self.num_heads, average_attn_weights)
         weights = weights if batched else weights[0]
@@ -151,7 +162,9 @@ def _appended(x: Tensor, bias: Tensor) -> Tensor:
     return torch.cat([x, own.expand(x.shape[0], -1, -1, -1)], 2)
 
 
-def _masked(self: Any, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
+def _masked(
+    self: Any, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None, batched: bool
+) -> Tensor | None:
     """What to add to the scores [B, n, L, S]; None if there is no mask."""
     at: Heads = self.parallel
     batch, heads, length, keys = q.shape[0], self.num_heads, q.shape[2], k.shape[2]
@@ -165,22 +178,23 @@ def _masked(self: Any, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: 
             own = heads // at.world_size
             total = total.view(batch, heads, length, keys).narrow(1, at.rank * own, own)
     if padding is not None:
-        padding = padding if padding.dim() == 2 else padding[None]
-        if tuple(padding.shape) != (batch, keys):
-            raise RuntimeError(f"key_padding_mask has shape {tuple(padding.shape)} instead of {(batch, keys)}")
-        absent = _added(padding, at, q.dtype)[:, None, None]
+        wanted = (batch, keys) if batched else (keys,)
+        if tuple(padding.shape) != wanted:
+            raise RuntimeError(f"key_padding_mask has shape {tuple(padding.shape)} instead of {wanted}")
+        absent = _added(padding, at, q.dtype).view(batch, 1, 1, keys)
         total = absent if total is None else total + absent
     return total
 
 
 def _added(mask: Tensor, at: Heads, dtype: torch.dtype) -> Tensor:
-    """A mask as a number to add: True means that a position is not attended to."""
+    """A mask as numbers to add, in their own dtype if they are such; True means that a position is not attended to."""
+    mask = mask.full_tensor("attention mask") if isinstance(mask, TokenShard) else mask
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -math.inf)
     if not mask.is_floating_point():
         raise RuntimeError(f"a mask is bool or floating point, not {mask.dtype}")
     learned = mask.requires_grad and torch.is_grad_enabled()  # every rank has the gradient of its own heads
-    return (copy_to_group(mask, at.group, layer=at.layer) if learned else mask).to(dtype)
+    return copy_to_group(mask, at.group, layer=at.layer) if learned else mask
 
 
 def _of_all_heads(weights: Tensor, at: Heads, heads: int, average: bool) -> Tensor:

@@ -185,6 +185,19 @@ class Chain(nn.Module):
         return self.lm_head(x)
 
 
+class Idle(HeadsBeside):
+    """What only an argument that trials do not pass uses is as long as there are heads, without being theirs."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.level = nn.Parameter(torch.ones(num_heads))
+        self.grid = Rearrange("b (h w) d -> b h w d", h=num_heads)
+
+    def forward(self, x: Tensor, level: int | None = None) -> Tensor:
+        x = super().forward(x)
+        return x if level is None else x * self.level[level] + self.grid(x).mean(1, keepdim=True).flatten(1, 2).mean()
+
+
 class HeadByFunction(nn.Module):
     """An MLP and a head that is a function of the model, which deepcopy does not copy: its table is the embedding's."""
 

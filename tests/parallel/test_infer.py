@@ -269,6 +269,12 @@ def test_what_inner_modules_and_parameters_know_of_heads_is_divided():
     assert "changed to local values in h.0.by_heads: h 4 -> 2" in said
 
 
+def test_what_a_trial_does_not_use_is_not_divided():
+    plan = infer(planless.Chain(planless.Idle), 2).plan
+    assert plan["h.*.by_heads"] == "local_view(h)" and plan["h.*.temperature"] == "grouped_gemm"
+    assert "h.*.level" not in plan and "h.*.grid" not in plan
+
+
 ALL_HEADS = {"0": "norm_of_all_heads"}
 
 

@@ -237,6 +237,7 @@ def test_what_cannot_be_split_is_refused(module: nn.Module, why: str) -> None:
         ({"attn_mask": torch.zeros(3, 4)}, r"attn_mask has shape \(3, 4\) instead of \(3, 3\)"),
         ({"attn_mask": torch.zeros(3, 3).int()}, "a mask is bool or floating point, not torch.int32"),
         ({"key_padding_mask": torch.zeros(1, 3)}, r"key_padding_mask has shape \(1, 3\) instead of \(2, 3\)"),
+        ({"key_padding_mask": torch.zeros(3)}, r"key_padding_mask has shape \(3,\) instead of \(2, 3\)"),
     ],
 )
 def test_wrong_masks_are_errors(masks: dict[str, Any], why: str) -> None:
@@ -247,3 +248,63 @@ def test_wrong_masks_are_errors(masks: dict[str, Any], why: str) -> None:
 
     with pytest.raises(RuntimeError, match=why):
         VirtualWorld(2).run(run)
+
+
+def test_keys_of_another_batch_are_an_error() -> None:
+    def run(group: Any) -> None:
+        layer = Layer(batch_first=True)
+        adopt(layer, group, {"attn": WORD}, complete=True)
+        layer({"q": normal(2, 3, WIDTH), "k": normal(1, 3, WIDTH)}, ("q", "k", "k"))
+
+    with pytest.raises(RuntimeError, match="have batches of 2, 1 and 1"):
+        VirtualWorld(2).run(run)
+
+
+class MaskOfTokens(nn.Module):
+    """A float mask computed from the hidden states, which are split over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64)
+
+    def forward(self, inputs: dict[str, Tensor], names: Any, **options: Any) -> Any:
+        x = inputs["q"]
+        return self.attn(x, x, x, key_padding_mask=x[..., 0] * 3, **options)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_mask_of_split_tokens(need_weights: bool) -> None:
+    torch.manual_seed(0)
+    check(2, MaskOfTokens().eval(), {"q": normal(2, 5, WIDTH)}, ("q",), {"need_weights": need_weights}, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_a_mask_keep_their_dtype(dtype: torch.dtype) -> None:
+    """The lowest fp32 number is minus infinity in 16 bits: a row of it would be not a number."""
+    torch.manual_seed(0)
+    layer = Layer(batch_first=True).to(dtype).eval()
+    mask = torch.zeros(3, 3)
+    mask[1] = torch.finfo(torch.float32).min
+    inputs, options = {"q": normal(2, 3, WIDTH).to(dtype)}, {"attn_mask": mask, "need_weights": False}
+    with torch.no_grad():
+        want = layer(inputs, ("q", "q", "q"), **options)[0]
+
+    def run(group: Any) -> Tensor:
+        own = copy.deepcopy(layer)
+        adopt(own, group, {"attn": WORD}, complete=True, sequence_parallel=False)
+        with torch.no_grad():
+            found: Tensor = own(inputs, ("q", "q", "q"), **options)[0]
+        return found
+
+    for found in VirtualWorld(2).run(run):  # two sums of 8 terms, each of two parts
+        assert float((found - want).abs().max()) <= 8 * torch.finfo(dtype).eps * float(want.abs().max())
+
+
+def test_computed_weights_and_another_word_for_the_last_layer_are_refused() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(8, 4))
+    plan = {"0": WORD, "0.out_proj": "replicate"}
+    with pytest.raises(ValueError, match=r"0\.out_proj: 'replicate' does not go with 'multihead_attention'"):
+        VirtualWorld(2).run(lambda group: fusedtp.parallelize(model, group, plan=plan))
+    nn.utils.parametrizations.weight_norm(model[0], "in_proj_weight")
+    with pytest.raises(ValueError, match="its in_proj_weight is computed from other parameters"):
+        VirtualWorld(2).run(lambda group: fusedtp.parallelize(model, group, plan={"0": WORD}))

@@ -24,7 +24,7 @@ class InTwoSteps(nn.Linear):
 
 
 class Cast(nn.Linear):
-    def forward(self, x: Tensor, *unused: Any) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
@@ -105,8 +105,65 @@ class Patched(nn.Linear):
         return self.after(super().forward(x))
 
 
-SAME = [nn.Linear(4, 6), Inherited(4, 6), InTwoSteps(4, 6), InTwoSteps(4, 6, bias=False), Cast(4, 6), scaled(1.0)]
-OTHERS = [scaled(2.0), Narrow(4, 6), Clipped(4, 6), Straight(4, 6), NoGradient(4, 6), Dropping(4, 6), Counting(4, 6)]
+class Constrained(nn.Linear):
+    """Changes its weight before it uses it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data / self.weight.data.norm()
+        return super().forward(x)
+
+
+class Slim(nn.Linear):
+    active = 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x[..., : self.active], self.weight[:, : self.active], self.bias)
+
+
+class Quantized(nn.Linear):
+    """Without gradients only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if torch.is_grad_enabled() else super().forward(x).bfloat16().to(x.dtype)
+
+
+class Wide(nn.Linear):
+    """Computes in the dtype of its weight, and returns it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class ClippedGradient(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda dy: dy.clamp(-1, 1))
+        return y
+
+
+class Extra(nn.Linear):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x) * scale
+
+
+class Called(nn.Linear):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class FromRounding(Narrow):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+SAME = [nn.Linear(4, 6), Inherited(4, 6), InTwoSteps(4, 6), InTwoSteps(4, 6, bias=False), Cast(4, 6)]
+OTHERS = [scaled(1.0), Constrained(4, 6), Slim(4, 6), Quantized(4, 6), Wide(4, 6), ClippedGradient(4, 6), Extra(4, 6)]
+OTHERS += [Called(4, 6), FromRounding(4, 6)]
+OTHERS += [Narrow(4, 6), Clipped(4, 6), Straight(4, 6), NoGradient(4, 6), Dropping(4, 6), Counting(4, 6)]
 OTHERS += [WithBias(4, 6), Adapted(4, 6), Patched(4, 6)]
 
 
@@ -122,11 +179,21 @@ def test_others(layer: nn.Linear) -> None:
     assert vars(layer) == before
 
 
-def test_a_setting_changed_later_is_seen() -> None:
-    layer = scaled(1.0)
-    assert computes_linear(layer)
-    layer.scale = 2.0
-    assert not computes_linear(layer)
+def test_a_class_changed_later_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert computes_linear(InTwoSteps(4, 6))
+    monkeypatch.setattr(InTwoSteps, "forward", Narrow.forward)
+    assert not computes_linear(InTwoSteps(4, 6))
+
+
+def test_no_random_number_is_drawn_and_no_mode_matters() -> None:
+    class Fresh(nn.Linear):  # whose result is not known yet
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight, self.bias)
+
+    layer, before = Fresh(4, 6), torch.get_rng_state()
+    with torch.no_grad(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        assert computes_linear(layer)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("up", [InTwoSteps, Cast])
