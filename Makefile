@@ -69,7 +69,7 @@ test-meshes: venv ## every mesh of four ranks under every schedule, and checkpoi
 models-table: venv ## write docs/models.md: every family of transformers on two and on four ranks
 	$(BIN)/python -m tests.parallel.hf.table > models.md.new && mv models.md.new docs/models.md
 
-libraries-table: $(VENV)-libraries/installed ## write docs/libraries.md: models of timm, open_clip and others, by the newest torch
+libraries-table: $(VENV)-libraries/installed ## write docs/libraries.md: models of timm, OpenCLIP and others, in a venv of its own
 	$(<D)/bin/python -m tests.parallel.hf.table --libraries > libraries.md.new && mv libraries.md.new docs/libraries.md
 
 # In a venv of its own, see below. ARGS and TESTS apply; this Triton's interpreter fails on numpy 2.4.

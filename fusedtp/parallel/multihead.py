@@ -46,8 +46,9 @@ class MultiheadAttention(Foreign):
     """See the top of this file. The model's plan splits `out_proj` along with it (foreign_plan.py)."""
 
     def faults(self, module: Any, world_size: int) -> list[str]:
-        if isinstance(module, nn.MultiheadAttention) and computed(module, WEIGHTS):
-            return computed(module, WEIGHTS)
+        found = computed(module, WEIGHTS) if isinstance(module, nn.MultiheadAttention) else []
+        if found:
+            return found
         if not is_multihead(module):
             return [f"{type(module).__name__} is not torch's MultiheadAttention with its own forward"]
         if module.num_heads % world_size:
@@ -89,7 +90,10 @@ def multihead_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The forward of a split nn.MultiheadAttention; for arguments, results and errors see torch's."""
+    """The forward of a split nn.MultiheadAttention; arguments and results are those of torch's forward.
+
+    Raises RuntimeError for masks and batches that do not fit, and ValueError for nested tensors.
+    """
     at: Heads = self.parallel
     if is_causal and attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
