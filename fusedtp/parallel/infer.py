@@ -17,29 +17,23 @@ axis h of a Rearrange layer, if it is as long.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import product
 from types import CodeType
 from typing import Any, NamedTuple
 
-from einops.layers.torch import Rearrange
 from torch import Tensor, nn
 
+from .candidates import candidates, concatenated, may_list, widths_between
 from .local_view import (
-    INPUT,
+    ARGUMENT,
     features_of,
-    is_conv1d,
     is_linear,
-    is_norm_of_features,
-    lengths,
     local_view,
     names_in,
-    packed,
 )
 from .multihead import OUT, WORD, is_multihead
 from .observe import Seen, guesses, join, key, observe, recorded, required
@@ -54,9 +48,6 @@ LARGEST = 500_000_000
 LARGEST_MODEL = 20_000_000
 NEEDS = " needs "
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-COUNTS_HEADS = re.compile(r"(?!.*(dim|size|width|group)).*head.*")
-# Attributes that may equal a width by chance but count something else.
-NO_WIDTH = re.compile(r"block|pos|seq|len|context|window|max|vocab|bucket|layer|rank")
 
 
 class Inferred(NamedTuple):
@@ -104,7 +95,7 @@ def infer(
     inputs = {} if example is None else recorded(model, Inputs((), dict(example)), _kind)
     search = Search(model if twin is None else twin, model, max(world_size, 2), sequence_parallel, inputs)
     search.run()
-    return search.result(model, explicit=twin is None)
+    return search.result(model)
 
 
 def small_copy(model: Any) -> nn.Module | None:
@@ -141,6 +132,7 @@ class Search:
         inputs: Mapping[Hashable, Inputs] | None = None,
     ) -> None:
         self.inputs = dict(inputs or {})
+        self.real_model = real
         self.real = {generic(name): module for name, module in real.named_modules()}
         self.model, self.world_size, self.sequence_parallel = model, world_size, sequence_parallel
         self.named: dict[str, Any] = dict(model.named_modules())
@@ -161,6 +153,9 @@ class Search:
             for name, x in seen.calls:
                 if name not in self.words:
                     self._as_rows(seen, copied, name, x)
+        self._join_views()
+        if self.model is not self.real_model:
+            self._drop_uneven()
         if whole is not None:
             self._conclude(whole)
         if not self.concluded:
@@ -261,7 +256,7 @@ class Search:
         if unit is not None and len(joint) > 1 and (joint, rows) not in single:
             single.append((joint, rows))
         ahead = [name for name in every if name in sizes]
-        if unit is not None and _concatenated({sizes[name][1] for name in ahead}, width):
+        if unit is not None and concatenated({sizes[name][1] for name in ahead}, width):
             single.append((ahead, [row]))
         return single
 
@@ -311,11 +306,15 @@ class Search:
         if len(still) > 1:  # one may be: the queries of tokens that the last layer of joint attention drops
             return Verdict({}, f"{still[0]} and {still[1]} do not matter in a trial without several different tokens")
         why = ""
-        wide = _widths(self.real.get(generic(unit)), columns, rows) & _widths(module, columns, rows)
+        wide = widths_between(self.real.get(generic(unit)), columns, rows) & widths_between(module, columns, rows)
         ran = {name for name, _ in module.named_parameters() if trial.ran(name)}
-        ran |= {_within(unit, name) for name in seen.inputs if name.startswith(_below(unit))}
-        for words in _candidates(module, columns, rows, taken, wide, ran):
+        within = {_within(unit, name): given for name, given in seen.inputs.items() if name.startswith(_below(unit))}
+        given = {**within, "": seen.inputs[unit]}
+        for words in candidates(module, columns, rows, taken, wide, ran | within.keys(), given):
             fault = trial.verdict({**taken, **words})
+            while fault and (partial := _partial(fault, {**taken, **words}, module)):
+                words = {**words, partial: "replicated_with_grad_allreduce"}
+                fault = trial.verdict({**taken, **words})
             if not fault:
                 return Verdict(words)
             why = _telling(why, f"split over {self.world_size} ranks, {fault}")
@@ -350,6 +349,22 @@ class Search:
 
     # --- conclude --------------------------------------------------------------------------------------------
 
+    def _join_views(self) -> None:
+        """Give modules of one kind one local view: all attributes and arguments that one of them needs.
+
+        A first layer may compute for all heads what the others get as an argument.
+        """
+        views: dict[str, dict[str, None]] = {}
+        # those with arguments first: the first name is the number of heads that their dimensions count
+        for name, word in sorted(self.words.items(), key=lambda each: not ARGUMENT.search(each[1])):
+            views.setdefault(generic(name), {}).update(dict.fromkeys(names_in(word)))
+        for _, found in self.units:
+            for name, word in found.items():
+                module, every = self.named.get(name), views[generic(name)]
+                if names_in(word) and all(may_list(module, each) for each in every):
+                    found[name] = local_view(tuple(every))
+        self.words.update({name: word for _, found in self.units for name, word in found.items()})
+
     def _conclude(self, seen: Seen) -> None:
         """Prove all units together; if that fails, add them kind by kind, dropping those that break the whole model.
 
@@ -363,11 +378,8 @@ class Search:
         except Exception:  # its units ran, but the model has no output to compare
             return
         if self.words and trial.verdict(self.words):
-            kinds: dict[tuple[str, ...], dict[str, str]] = {}
-            for _, found in self.units:
-                kinds.setdefault(tuple(map(generic, found)), {}).update(found)
             self.words = {}
-            for found in kinds.values():
+            for found in self._kinds():
                 fault = trial.verdict({**self.words, **found})
                 if fault:
                     self.why.update(dict.fromkeys(found, f"the whole model differs when it is split: {fault}"))
@@ -381,6 +393,36 @@ class Search:
             if self.words.keys().isdisjoint(tried) and not trial.verdict({**self.words, **tried}):
                 self.words.update(tried)
                 break
+
+    def _drop_uneven(self) -> None:
+        """Leave units whole that differ between layers of one kind: no pattern could describe them in the model."""
+        for found in self._kinds():
+            if not all(self._pattern(name) for name in found):
+                self.why.update(dict.fromkeys(found, "layers of the same kind would be split differently"))
+                self.units = [each for each in self.units if each[1].keys().isdisjoint(found)]
+        self.words = {name: word for _, found in self.units for name, word in found.items()}
+
+    def _pattern(self, name: str) -> str:
+        """A pattern that matches this name and others with the same style only, or ""."""
+        every = [*self.named, *(name for name, _ in self.model.named_parameters(remove_duplicate=False))]
+        return next(
+            (
+                pattern
+                for pattern in dict.fromkeys((generic(name), _of_lists(name, self.named)))
+                if all(self.words.get(other) == self.words[name] for other in every if matches(pattern, other))
+            ),
+            "",
+        )
+
+    def _kinds(self) -> list[dict[str, str]]:
+        """Words of units whose modules are of one kind, together: a plan can only have all of them or none."""
+        kinds: list[dict[str, str]] = []
+        for _, found in self.units:
+            patterns = set(map(generic, found))
+            same = [each for each in kinds if not patterns.isdisjoint(map(generic, each))]
+            kinds = [each for each in kinds if each not in same]
+            kinds.append({name: word for each in (*same, found) for name, word in each.items()})
+        return kinds
 
     def _drop_shared(self) -> None:
         """Leave a unit whole if some of its parameters are also used outside of all units."""
@@ -406,21 +448,10 @@ class Search:
 
     # --- result ----------------------------------------------------------------------------------------------
 
-    def result(self, model: nn.Module, explicit: bool) -> Inferred:
-        """Patterns if all modules of a kind have the same style; otherwise names, if explicit (not from a twin)."""
-        plan: dict[str, str] = {}
+    def result(self, model: nn.Module) -> Inferred:
+        """Patterns if all modules of a kind have the same style; otherwise names."""
+        plan = {self._pattern(name) or name: word for name, word in self.words.items()}
         whole: dict[str, str] = {}
-        every = [*self.named, *(name for name, _ in self.model.named_parameters(remove_duplicate=False))]
-        for name, word in self.words.items():
-            for pattern in dict.fromkeys((generic(name), _of_lists(name, self.named))):
-                if {self.words.get(other) for other in every if matches(pattern, other)} == {word}:
-                    plan[pattern] = word
-                    break
-            else:
-                if explicit:
-                    plan[name] = word
-                else:
-                    whole[name] = "layers of the same kind would be split differently"
         own = dict(model.named_modules())
         split = {name for name in own if any(matches(pattern, name) for pattern in plan)}
         for name, module in own.items():
@@ -470,141 +501,11 @@ def _across(name: str, row: str, named: dict[str, Any]) -> bool:
     )
 
 
-def _widths(module: nn.Module | None, columns: list[str], rows: list[str]) -> set[str]:
-    """Names of attributes, on modules directly around these layers, that hold the number of features between them."""
-    try:
-        linears = {name: module.get_submodule(name) for name in (*columns, *rows)} if module is not None else {}
-    except AttributeError:
-        linears = {}
-    if module is None or not linears:
-        return set()
-    between = {features_of(linears[name])[0] for name in rows} | {features_of(linears[name])[1] for name in columns}
-    return {
-        name
-        for name, value in _attributes(module, [*columns, *rows]).items()
-        if value in between and not COUNTS_HEADS.fullmatch(name) and not NO_WIDTH.search(name)
-    }
-
-
-def _candidates(
-    module: Any, columns: list[str], rows: list[str], taken: dict[str, str], wide: set[str], ran: set[str]
-) -> Iterator[dict[str, str]]:
-    """Candidate style names for these layers and the modules around them, the likeliest first.
-
-    ran: modules and parameters inside that the trial uses; of others it could not tell whether they may be split.
-    """
-    if not rows:
-        yield dict.fromkeys(columns, "colwise_gather_output")
-        return
-    row = rows[0]
-    inside = {name: module.get_submodule(name) for name in (*columns, *rows)}
-    attributes = _attributes(module, [*columns, row])
-    heads = tuple(name for name in attributes if COUNTS_HEADS.fullmatch(name))
-    widths = tuple(name for name in attributes if name in wide)
-    first = parent_of(columns[0])
-    narrow = ((), (INPUT,)) if features_of(inside[columns[0]])[0] == features_of(inside[row])[0] else ((),)
-    counts = {attributes[name] for name in heads}
-    norms, by_head = _norms(module, columns), _by_head(module, [*columns, row], counts)
-    by_head = {name: word for name, word in by_head.items() if name in ran}
-    beside = [norms, {}, norms | by_head, by_head]  # split no more than is needed
-    ways = _ways(inside, columns, rows)
-    for linears in [way | each for way in ways for i, each in enumerate(beside) if each not in beside[:i]]:
-        tried: list[dict[str, str]] = []
-        for claimed, within in product(narrow, (False, True)):
-            for names in (heads, (*heads, *widths), ()):
-                views: dict[str, str] = {}
-                for at in dict.fromkeys((first, parent_of(row), *_parents(columns), "")):
-                    each = module.get_submodule(at) if at else module
-                    own = tuple(n for n in names if type(each.__dict__.get(n)) is int) + (
-                        claimed if at == first else ()
-                    )
-                    if own:
-                        views[at] = local_view((*names_in(taken.get(at, "")), *own))
-                    elif isinstance(each, nn.TransformerEncoderLayer):
-                        views[at] = "no_fast_path"
-                    if within and names:
-                        views |= {name: word for name, word in _inside(at, each, counts).items() if name in ran}
-                if views not in tried:
-                    tried.append(views)
-                    yield linears | views
-
-
-def _ways(inside: dict[str, Any], columns: list[str], rows: list[str]) -> list[dict[str, str]]:
-    """Style names for linear layers: of packed matrices first, if their sizes allow it.
-
-    A row that takes two outputs of A and B features in one is like g = gcd(A, B) wide matrices packed: every rank has a
-    part of each, in the same order as its parts of the outputs, if these are split as A / g and B / g matrices.
-    """
-    outs = {name: features_of(inside[name])[1] for name in columns}
-    width = features_of(inside[rows[0]])[0]
-    prefix = {name: "conv1d_" if is_conv1d(each) else "" for name, each in inside.items()}
-    if _concatenated(set(outs.values()), width):
-        unit = math.gcd(*outs.values())
-        row = {rows[0]: packed("rowwise", width // unit)}
-        return [{name: packed("colwise", out // unit) for name, out in outs.items()} | row]
-    several = {2 * width: (2, 1), 3 * width: (3, 1)} if len(columns) == 1 else {}
-    return [
-        {name: prefix[name] + packed("colwise", n) for name in columns}
-        | {name: f"{prefix[name]}rowwise" for name in rows}
-        for n in several.get(outs[columns[0]], (1,))
-    ]
-
-
-def _concatenated(outs: set[int], width: int) -> bool:
-    """Whether outputs of two widths may be concatenated to this one."""
-    return len(outs) == 2 and sum(outs) == width
-
-
-def _norms(module: Any, columns: list[str]) -> dict[str, str]:
-    """Norms beside these layers over as many features as one of them outputs."""
-    widths = {features_of(module.get_submodule(name))[1] for name in columns}
-    return {
-        join(at, name): "norm_of_all_heads"
-        for at in dict.fromkeys(_parents(columns))
-        for name, each in module.get_submodule(at).named_children()
-        if is_norm_of_features(each) and each.normalized_shape[0] in widths
-    }
-
-
-def _by_head(module: Any, linears: list[str], heads: set[int]) -> dict[str, str]:
-    """Style names for parameters around these layers with a first or last dimension as long as there are heads."""
-    found: dict[str, str] = {}
-    for at in dict.fromkeys((*_parents(linears), "")):
-        for name, parameter in module.get_submodule(at).named_parameters(recurse=False):
-            if parameter.dim() > 1 and parameter.shape[-1] in heads:
-                found[join(at, name)] = "rowwise"
-            elif parameter.dim() and parameter.shape[0] in heads:
-                found[join(at, name)] = "grouped_gemm"
-    return found
-
-
-def _inside(at: str, module: nn.Module, heads: set[int]) -> dict[str, str]:
-    """Style names for children without parameters that know the number of heads, such as the kernel of an attention.
-
-    In a Rearrange layer of einops it is the length of axis h.
-    """
-    found: dict[str, str] = {}
-    for name, each in module.named_children():
-        if any(True for _ in each.parameters()):
-            continue
-        known = re.compile("h|(n_|num_)?heads?") if isinstance(each, Rearrange) else COUNTS_HEADS
-        values = lengths(each).items()
-        own = tuple(key for key, n in values if type(n) is int and n in heads and known.fullmatch(key))
-        found |= {join(at, name): local_view(own)} if own else {}
-    return found
-
-
-def _parents(names: list[str]) -> list[str]:
-    return [parent_of(name) for name in names]
-
-
-def _attributes(module: Any, linears: list[str]) -> dict[str, int]:
-    """Attributes of the modules directly around these layers that are integers above one."""
-    found: dict[str, int] = {}
-    for at in dict.fromkeys((*_parents(linears), "")):
-        each = module.get_submodule(at) if at else module
-        found.update({name: value for name, value in each.__dict__.items() if type(value) is int and value > 1})
-    return found
+def _partial(fault: str, words: Mapping[str, str], module: nn.Module) -> str:
+    """The module without a style whose gradient a trial found wrong: each rank may have that of its heads. Else ""."""
+    found = re.match(r"the gradient of (\S+) is off", fault)
+    at = parent_of(found[1]) if found else ""
+    return at if at and at not in words and not is_linear(module.get_submodule(at)) else ""
 
 
 def _ends(model: Any, named: dict[str, Any], seen: Seen) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
     local_view(n_head, n_embd)      the module's own forward; attributes n_head and n_embd are divided by world size
     local_view(n_head, input.shape) the same, and its input reports the width of this rank's part
+    local_view(n_head, bias[1])     the same, and dimension 1 of its argument `bias`, as long as n_head or a multiple of
+                                    it ([samples x n_head]), is reduced to this rank's heads
     local_view(h)                   of a Rearrange layer of einops: the length of axis h is divided
     norm_of_all_heads               nn.RMSNorm over the features of all heads, of which each rank has some
     packed_colwise_n, packed_rowwise_n   n matrices in one, as packed_colwise has two
@@ -11,11 +13,13 @@
 Attention code gets the number of heads or the width from one of three places: the tensor (`view(B, S, -1, head_dim)`),
 an attribute (`view(B, S, self.num_heads, -1)`), or its input (`B, S, C = x.shape`, then `view(B, S, C)` of heads). The
 first needs nothing, the second a local attribute, the third an input with the shape of this rank's heads. The linear
-layers inside unwrap the whole input from it; any other use of it raises.
+layers inside unwrap the whole input from it; any other use of it raises. What code outside computes for all heads and
+passes in, such as ALiBi or a relative position bias, is cut.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,11 +40,14 @@ from .foreign_styles import Colwise, Foreign, Rowwise, install
 from .layers import accumulated, unequal
 from .placement import Mesh, Placement
 from .plain_linear import computes_linear
+from .question import Question, precision
 from .styles import computed
+from .token_shard import TokenShard
 from .torch_names import METADATA, name_of
 
 INPUT = "input.shape"
 VIEW = re.compile(r"local_view\((.+)\)")
+ARGUMENT = re.compile(r"(\w+)\[(\d+)\]")
 PACKED = re.compile(r"packed_(colwise|rowwise)_([1-9]\d*)")
 
 
@@ -83,15 +90,69 @@ class LocalOwn(Own):
 
     attributes   name -> the global value; the module's own attribute is this value divided by world size
     narrow       its input reports the width of this rank's part
+    arguments    arguments with a dimension of all heads, of which it gets this rank's
     """
 
     attributes: Mapping[str, int] = field(default_factory=dict)
     narrow: bool = False
+    arguments: tuple[HeadsArgument, ...] = ()
 
     def describe(self) -> str:
         """n_head 4 -> 2, ..."""
         parts = [f"{name} {value} -> {value // self.world_size}" for name, value in self.attributes.items()]
+        parts += [f"its heads of {each.name}" for each in self.arguments]
         return ", ".join([*parts, *(["the width of its input"] if self.narrow else [])])
+
+
+@dataclass(frozen=True)
+class HeadsArgument:
+    """An argument of a forward with a dimension `dim` of all heads, or of samples x heads.
+
+    position    where it is if it is passed without its name
+    heads       number of all heads
+    first, own  this rank's first head, and how many it has
+    differs     whether ranks get different values, asked where the shape does not tell
+    """
+
+    name: str
+    position: int
+    dim: int
+    heads: int
+    first: int
+    own: int
+    differs: Question = field(default_factory=Question, compare=False)
+
+    def of_rank(self, x: Any, members: str) -> Any:
+        """This rank's heads of x, whose gradient is summed over ranks.
+
+        A dimension of length 1 is one for all heads; of a tensor that has only this rank's heads already, nothing is
+        summed. Raises ValueError for any other length that is not a multiple of all heads.
+        """
+        if not isinstance(x, Tensor):
+            return x
+        x = x.full_tensor(self.name) if isinstance(x, TokenShard) else x
+        length = x.shape[self.dim] if self.dim < x.dim() else 0
+        if length not in (1, self.own) and (length == 0 or length % self.heads):
+            expected = f"dimension {self.dim} should be 1 or a multiple of the {self.heads} heads"
+            raise ValueError(f"{self.name} has shape {tuple(x.shape)}; {expected}")
+        if x.requires_grad and torch.is_grad_enabled() and not self._is_own(x, length, members):
+            x = copy_to_group(x, members)
+        if length in (1, self.own):
+            return x
+        samples = x.unflatten(self.dim, (length // self.heads, self.heads))
+        return samples.narrow(self.dim + 1, self.first, self.own).flatten(self.dim, self.dim + 1)
+
+    def _is_own(self, x: Tensor, length: int, members: str) -> bool:
+        """Whether x has only this rank's heads. If there is one, ranks are asked until they are sure. Collective."""
+        if length != self.own or self.own > 1 or self.heads == 1:
+            return length == self.own
+        if self.differs.differ is None:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"{self.name} has one head, of all ranks or of this one; run a step before compiling"
+                )
+            return self.differs.ask([x], [precision(x)], members, self.heads)
+        return self.differs.differ
 
 
 class LocalView(Foreign):
@@ -100,7 +161,9 @@ class LocalView(Foreign):
     def __init__(self, model: Model, *, attributes: tuple[str, ...], **options: Any) -> None:
         super().__init__(model, **options)
         self.narrow = INPUT in attributes
-        self.attributes = tuple(name for name in attributes if name != INPUT)
+        found = [match for name in attributes if (match := ARGUMENT.fullmatch(name))]
+        self.arguments = {match[1]: int(match[2]) for match in found}
+        self.attributes = tuple(name for name in attributes if name != INPUT and not ARGUMENT.fullmatch(name))
 
     def faults(self, module: Any, world_size: int) -> list[str]:
         found = super().faults(module, world_size)
@@ -110,12 +173,23 @@ class LocalView(Foreign):
                 found.append(f"it has no integer attribute {name}")
             elif value % world_size:
                 found.append(f"{name} is {value}, which {world_size} ranks cannot share evenly")
+        takes = parameters_of(module)
+        found += [f"its forward has no argument {name}" for name in self.arguments if name not in takes]
+        if self.arguments and not self.attributes:
+            found.append(f"{next(iter(self.arguments))} is cut by heads, but no attribute says how many there are")
         return found
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         whole = {name: lengths(module)[name] for name in self.attributes}
-        view = LocalOwn(**self.own(module, comm), attributes=whole, narrow=self.narrow)
-        install(module, view, narrowed if self.narrow else own_forward)
+        takes = parameters_of(module)
+        heads = next(iter(whole.values()), 0)
+        part = heads // comm.world_size
+        cut = tuple(
+            HeadsArgument(name, takes.index(name), dim, heads, comm.rank * part, part)
+            for name, dim in self.arguments.items()
+        )
+        view = LocalOwn(**self.own(module, comm), attributes=whole, narrow=self.narrow, arguments=cut)
+        install(module, view, viewed if cut or self.narrow else own_forward)
         own = {name: value // comm.world_size for name, value in whole.items()}
         if isinstance(module, Rearrange):
             made = Rearrange(module.pattern, **{**module.axes_lengths, **own})
@@ -133,13 +207,25 @@ def lengths(module: Any) -> dict[str, Any]:
     return module.axes_lengths if isinstance(module, Rearrange) else vars(module)
 
 
-def narrowed(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module whose first tensor argument reports the width of this rank's part."""
-    ranks = self.parallel.world_size
-    if args and isinstance(args[0], Tensor):
-        return own_forward(self, NarrowInput.of(args[0], ranks), *args[1:], **kwargs)
-    first = next(name for name, x in kwargs.items() if isinstance(x, Tensor))
-    return own_forward(self, *args, **{**kwargs, first: NarrowInput.of(kwargs[first], ranks)})
+def parameters_of(module: Any) -> list[str]:
+    """Names of the arguments of a module's forward that have one, in order."""
+    every = inspect.signature(module.forward).parameters.items()
+    return [name for name, each in every if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+
+
+def viewed(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that gets this rank's heads of arguments, or whose first tensor argument reports the
+    width of this rank's part."""
+    at: LocalOwn = self.parallel
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    for each in at.arguments:
+        place = each.name if each.name in kwargs else each.position
+        if place in given:
+            given[place] = each.of_rank(given[place], at.members)
+    if at.narrow:
+        first = next(place for place, x in given.items() if isinstance(x, Tensor))
+        given[first] = NarrowInput.of(given[first], at.world_size)
+    return own_forward(self, *(given[i] for i in range(len(args))), **{name: given[name] for name in kwargs})
 
 
 def _take_whole(module: Any, args: Any) -> Any:

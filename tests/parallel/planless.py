@@ -170,6 +170,101 @@ class HeadsBeside(nn.Module):
         return x + self.out(self.core(q * self.temperature, k, v, bias[None]))
 
 
+class Biased(nn.Module):
+    """Attention whose scores get a bias of all heads, [..., S, S] with one for each head somewhere before.
+
+    It comes as an argument, from a table of its own (as in the first layer of T5, which passes it on), or from a module
+    beside the layers. Another table, of distances, is common to all heads.
+    """
+
+    def __init__(
+        self, dim: int, heads: int, *, table: bool = False, inside: bool = False, common: bool = False
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.table = nn.Embedding(9, heads) if table else None
+        self.relative = BiasOfHeads(heads) if inside else None
+        self.common = nn.Embedding(9, dim // heads) if common else None
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> tuple[Tensor, Tensor | None]:
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if bias is None and self.table is not None:
+            bias = self.table(distances(x)).permute(2, 0, 1)[None]
+        if bias is None and self.relative is not None:
+            bias = self.relative(x)
+        scores = scale * q @ k.mT
+        if bias is not None:  # of samples and heads in one dimension, as in BLOOM, or in two
+            scores = scores + (bias.view(-1, self.heads, *bias.shape[1:]) if bias.dim() == 3 else bias)
+        if self.common is not None:
+            scores = scores + torch.einsum("bhqd,qkd->bhqk", q, self.common(distances(x)))
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), bias
+
+
+class BiasOfHeads(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(9, heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows[distances(x)].permute(2, 0, 1)[None]
+
+
+def distances(x: Tensor) -> Tensor:
+    """[S, S] in 0 ... 8"""
+    at = torch.arange(x.shape[1], device=x.device)
+    return (at[:, None] - at).clamp(-4, 4) + 4
+
+
+class BiasedBlock(nn.Module):
+    """A Biased that adds to its input, with a bias from one of its own modules."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.attn = Biased(dim, heads, inside=True, common=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(x)[0]
+
+
+class SharedBias(nn.Module):
+    """As in T5: the first layer computes a bias of all heads from its table, the others get it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.lm_head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50)
+        self.h = nn.ModuleList(Biased(WIDTH, HEADS, table=i == 0) for i in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, bias = self.wte(ids), None
+        for block in self.h:
+            y, bias = block(x, bias=bias)
+            x = x + y
+        return self.lm_head(x)
+
+
+class WithAlibi(Biased):
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, bias)[0]
+
+
+class Alibi(nn.Module):
+    """As in BLOOM: the model computes a bias of all heads, [B heads, 1, S], and all layers get it by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.lm_head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50)
+        self.h = nn.ModuleList(WithAlibi(WIDTH, HEADS) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids)
+        slopes = torch.arange(1, HEADS + 1, device=x.device, dtype=x.dtype) / HEADS
+        bias = (slopes[:, None, None] * torch.arange(x.shape[1], device=x.device)).repeat(len(x), 1, 1)
+        for block in self.h:
+            x = x + block(x, bias)
+        return self.lm_head(x)
+
+
 class Chain(nn.Module):
     """Token ids through these blocks."""
 

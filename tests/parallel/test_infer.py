@@ -92,6 +92,10 @@ def heads_beside() -> nn.Module:
     return planless.Chain(planless.HeadsBeside)
 
 
+def biased() -> nn.Module:
+    return planless.Chain(planless.BiasedBlock)
+
+
 def interleaved() -> nn.Module:
     return planless.NanoGPT(planless.InterleavedAttention)
 
@@ -123,6 +127,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float]] =
     "normed": (normed, ids, 0.9),
     "side_by_side": (side_by_side, ids, 0.9),
     "heads_beside": (heads_beside, ids, 0.9),
+    "biased": (biased, ids, 0.9),
+    "shared_bias": (planless.SharedBias, ids, 0.9),
+    "alibi": (planless.Alibi, ids, 0.9),
 }
 PLANS: dict[str, dict[str, str]] = {}
 
@@ -275,6 +282,18 @@ def test_what_a_trial_does_not_use_is_not_divided():
     assert "h.*.level" not in plan and "h.*.grid" not in plan
 
 
+def test_a_bias_of_all_heads_is_divided_where_it_comes_from_and_where_it_is_passed():
+    plan = plan_of("shared_bias")
+    assert plan["h.*"] == "local_view(heads, bias[1])" and plan["h.*.table.weight"] == "rowwise"
+    plan = plan_of("alibi")
+    assert plan["h.*"] == "local_view(heads, bias[0])"
+    plan = plan_of("biased")
+    assert plan["h.*.attn"] == "local_view(heads)" and plan["h.*.attn.relative.rows"] == "rowwise"
+    assert plan["h.*.attn.common"] == "replicated_with_grad_allreduce"
+    said = str(fusedtp.VirtualWorld(2).run(lambda group: explained(group, planless.Alibi))[0])
+    assert "changed to local values in h.0: heads 4 -> 2, its heads of bias" in said
+
+
 ALL_HEADS = {"0": "norm_of_all_heads"}
 
 
@@ -396,6 +415,37 @@ def test_a_layer_that_a_small_copy_lacks_is_tried():
         f"layers.{i}.{end}" for i in range(3) for end in ("up", "down")
     }
     assert "layers.3.up" in whole
+
+
+class MixedHeads(planless.Biased):
+    """No rank can do this with some of the heads."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(nn.functional.normalize(self.q(x), dim=-1), *args, **kwargs)
+
+
+class FirstOnly(OwnModel):
+    """Only the first layer of attention can be split. It has a table that the others lack."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        of_layer = [planless.Biased, *[MixedHeads] * (config.num_hidden_layers - 1)]
+        self.layers = nn.ModuleList(kind(32, 4, table=i == 0) for i, kind in enumerate(of_layer))
+        self.mlp = OwnMlp(False)
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x + self.mlp(x)
+
+
+def test_layers_of_which_some_cannot_be_split_stay_whole_with_all_that_belongs_to_them():
+    """A plan made from a small copy has no words for single layers: those of the table would be left."""
+    model = FirstOnly(OwnConfig())
+    plan, whole = infer(model, 2)
+    assert plan.keys() == {"mlp.up", "mlp.down"}
+    assert "layers.*.q" in whole
 
 
 class ReturningAttention(nn.Module):

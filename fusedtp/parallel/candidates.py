@@ -1,0 +1,226 @@
+"""Ways to split linear layers that `infer.py` has paired, and the modules around them: what a trial may try.
+
+    linears     packed as their sizes allow
+    beside      norms over the features of all heads, and parameters with a part for each head
+    views       attributes that hold a number of heads or a width, the reported width of an input, and arguments with a
+                dimension of all heads, divided by the number of ranks (local_view.py)
+
+Each candidate is a guess that a trial proves or refutes; a wrong one costs time only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from einops.layers.torch import Rearrange
+from torch import Tensor, nn
+
+from .local_view import (
+    ARGUMENT,
+    INPUT,
+    features_of,
+    is_conv1d,
+    is_linear,
+    is_norm_of_features,
+    lengths,
+    local_view,
+    names_in,
+    packed,
+    parameters_of,
+)
+from .observe import join
+from .plan import parent_of
+from .trial import Inputs
+
+COUNTS_HEADS = re.compile(r"(?!.*(dim|size|width|group)).*head.*")
+# Attributes that may equal a width by chance but count something else.
+NO_WIDTH = re.compile(r"block|pos|seq|len|context|window|max|vocab|bucket|layer|rank")
+
+
+def widths_between(module: nn.Module | None, columns: list[str], rows: list[str]) -> set[str]:
+    """Names of attributes, on modules directly around these layers, that hold the number of features between them."""
+    try:
+        linears = {name: module.get_submodule(name) for name in (*columns, *rows)} if module is not None else {}
+    except AttributeError:
+        linears = {}
+    if module is None or not linears:
+        return set()
+    between = {features_of(linears[name])[0] for name in rows} | {features_of(linears[name])[1] for name in columns}
+    return {
+        name
+        for name, value in _attributes(module, [*columns, *rows]).items()
+        if value in between and not COUNTS_HEADS.fullmatch(name) and not NO_WIDTH.search(name)
+    }
+
+
+def candidates(
+    module: Any,
+    columns: list[str],
+    rows: list[str],
+    taken: dict[str, str],
+    wide: set[str],
+    ran: set[str],
+    given: Mapping[str, Inputs],
+) -> Iterator[dict[str, str]]:
+    """Candidate style names for these layers and the modules around them, the likeliest first.
+
+    ran     modules and parameters inside that the trial uses; of others it could not tell whether they may be split
+    given   module inside -> its arguments in the trial
+    """
+    if not rows:
+        yield dict.fromkeys(columns, "colwise_gather_output")
+        return
+    row = rows[0]
+    inside = {name: module.get_submodule(name) for name in (*columns, *rows)}
+    attributes = _attributes(module, [*columns, row])
+    heads = tuple(name for name in attributes if COUNTS_HEADS.fullmatch(name))
+    widths = tuple(name for name in attributes if name in wide)
+    first = parent_of(columns[0])
+    narrow = ((), (INPUT,)) if features_of(inside[columns[0]])[0] == features_of(inside[row])[0] else ((),)
+    counts = {attributes[name] for name in heads}
+    norms = _norms(module, columns)
+    found = [_by_head(module, [*columns, row], counts, deep) for deep in (False, True)]
+    by_head, deep = ({name: word for name, word in each.items() if name in ran} for each in found)
+    beside = [norms, {}, norms | by_head, by_head, norms | deep, deep]  # split no more than is needed
+    ways = _ways(inside, columns, rows)
+    for linears in [way | each for way in ways for i, each in enumerate(beside) if each not in beside[:i]]:
+        tried: list[dict[str, str]] = []
+        for cut, claimed, within in product((False, True), narrow, (False, True)):
+            for names in (heads, (*heads, *widths), ()):
+                views: dict[str, str] = {}
+                for at in dict.fromkeys((first, parent_of(row), *_parents(columns), "")):
+                    each = module.get_submodule(at) if at else module
+                    own = tuple(n for n in names if type(each.__dict__.get(n)) is int) + (
+                        claimed if at == first else ()
+                    )
+                    if cut and at in given:
+                        own = _with_arguments(own, each, given[at])
+                    if own:
+                        views[at] = local_view((*names_in(taken.get(at, "")), *own))
+                    elif isinstance(each, nn.TransformerEncoderLayer):
+                        views[at] = "no_fast_path"
+                    if within and names:
+                        views |= {name: word for name, word in _inside(at, each, counts).items() if name in ran}
+                if views not in tried:
+                    tried.append(views)
+                    yield linears | views
+
+
+def _ways(inside: dict[str, Any], columns: list[str], rows: list[str]) -> list[dict[str, str]]:
+    """Style names for linear layers: of packed matrices first, if their sizes allow it.
+
+    A row that takes two outputs of A and B features in one is like g = gcd(A, B) wide matrices packed: every rank has a
+    part of each, in the same order as its parts of the outputs, if these are split as A / g and B / g matrices.
+    """
+    outs = {name: features_of(inside[name])[1] for name in columns}
+    width = features_of(inside[rows[0]])[0]
+    prefix = {name: "conv1d_" if is_conv1d(each) else "" for name, each in inside.items()}
+    if concatenated(set(outs.values()), width):
+        unit = math.gcd(*outs.values())
+        row = {rows[0]: packed("rowwise", width // unit)}
+        return [{name: packed("colwise", out // unit) for name, out in outs.items()} | row]
+    several = {2 * width: (2, 1), 3 * width: (3, 1)} if len(columns) == 1 else {}
+    return [
+        {name: prefix[name] + packed("colwise", n) for name in columns}
+        | {name: f"{prefix[name]}rowwise" for name in rows}
+        for n in several.get(outs[columns[0]], (1,))
+    ]
+
+
+def concatenated(outs: set[int], width: int) -> bool:
+    """Whether outputs of two widths may be concatenated to this one."""
+    return len(outs) == 2 and sum(outs) == width
+
+
+def _norms(module: Any, columns: list[str]) -> dict[str, str]:
+    """Norms beside these layers over as many features as one of them outputs."""
+    widths = {features_of(module.get_submodule(name))[1] for name in columns}
+    return {
+        join(at, name): "norm_of_all_heads"
+        for at in dict.fromkeys(_parents(columns))
+        for name, each in module.get_submodule(at).named_children()
+        if is_norm_of_features(each) and each.normalized_shape[0] in widths
+    }
+
+
+def _with_arguments(own: tuple[str, ...], module: Any, given: Inputs) -> tuple[str, ...]:
+    """The names, first that of a number of heads, and arguments with a dimension of all heads or of samples x heads."""
+    counts = [name for name in own if COUNTS_HEADS.fullmatch(name)]
+    named = {**dict(zip(parameters_of(module), given.args, strict=False)), **given.kwargs}
+    tensors = {name: x for name, x in named.items() if isinstance(x, Tensor) and x.dim() > 1}
+    samples = next((len(x) for x in tensors.values()), 0)
+    for count in counts:
+        heads = getattr(module, count)
+        dims = {name: _dim_of_heads(x.shape, heads, samples) for name, x in tensors.items()}
+        found = [f"{name}[{dim}]" for name, dim in dims.items() if dim is not None]
+        if found:
+            return tuple(dict.fromkeys((count, *own, *found)))
+    return own
+
+
+def may_list(module: Any, name: str) -> bool:
+    """Whether a local view of the module may list this attribute or argument."""
+    argument = ARGUMENT.fullmatch(name)
+    return name == INPUT or (argument[1] in parameters_of(module) if argument else name in lengths(module))
+
+
+def _dim_of_heads(shape: Sequence[int], heads: int, samples: int) -> int | None:
+    """The dimension of a tensor [..., queries, keys] that counts heads, or samples x heads; None if there is none."""
+    likely = len(shape) - 3
+    fits = [i for i, n in enumerate(shape[:-1]) if n == heads or (i == 0 and n == samples * heads)]
+    return min(fits, key=lambda i: abs(i - likely), default=None)
+
+
+def _by_head(module: Any, linears: list[str], heads: set[int], deep: bool = False) -> dict[str, str]:
+    """Style names for parameters around these layers with a first or last dimension as long as there are heads.
+
+    deep: also for those of modules beside the layers, such as a table with a bias for each head.
+    """
+    found: dict[str, str] = {}
+    for at in dict.fromkeys((*_parents(linears), "")):
+        inner = module.get_submodule(at).named_modules() if deep else [("", module.get_submodule(at))]
+        parameters = [
+            (join(join(at, name), key), parameter)
+            for name, each in inner
+            if not is_linear(each)
+            for key, parameter in each.named_parameters(recurse=False)
+        ]
+        for name, parameter in parameters:
+            if parameter.dim() > 1 and parameter.shape[-1] in heads:
+                found[name] = "rowwise"
+            elif parameter.dim() and parameter.shape[0] in heads:
+                found[name] = "grouped_gemm"
+    return found
+
+
+def _inside(at: str, module: nn.Module, heads: set[int]) -> dict[str, str]:
+    """Style names for children without parameters that know the number of heads, such as the kernel of an attention.
+
+    In a Rearrange layer of einops it is the length of axis h.
+    """
+    found: dict[str, str] = {}
+    for name, each in module.named_children():
+        if any(True for _ in each.parameters()):
+            continue
+        known = re.compile("h|(n_|num_)?heads?") if isinstance(each, Rearrange) else COUNTS_HEADS
+        values = lengths(each).items()
+        own = tuple(key for key, n in values if type(n) is int and n in heads and known.fullmatch(key))
+        found |= {join(at, name): local_view(own)} if own else {}
+    return found
+
+
+def _parents(names: list[str]) -> list[str]:
+    return [parent_of(name) for name in names]
+
+
+def _attributes(module: Any, linears: list[str]) -> dict[str, int]:
+    """Attributes of the modules directly around these layers that are integers above one."""
+    found: dict[str, int] = {}
+    for at in dict.fromkeys((*_parents(linears), "")):
+        each = module.get_submodule(at) if at else module
+        found.update({name: value for name, value in each.__dict__.items() if type(value) is int and value > 1})
+    return found

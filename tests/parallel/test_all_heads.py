@@ -1,0 +1,210 @@
+"""Arguments with a dimension of all heads, of which a split attention gets its own, beside one device.
+
+In float64 with random values; each sum has at most 32 terms, so relative errors stay far below 1e-12.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fusedtp
+from fusedtp.comm import VirtualWorld
+from fusedtp.parallel.token_shard import TokenShard
+from tests.parallel.planless import Biased
+from tests.sampling import examples
+
+OFF = 1e-12
+HEADS, WIDTH = 4, 8
+LAYERS = {"attn.q": "colwise", "attn.k": "colwise", "attn.v": "colwise", "attn.out": "rowwise"}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Biased(WIDTH, HEADS)
+
+    def forward(self, x: Tensor, bias: Tensor | None, by_name: bool) -> Tensor:
+        y, _ = self.attn(x, bias=bias) if by_name else self.attn(x, bias)
+        assert isinstance(y, Tensor)
+        return y
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def made() -> Model:
+    model = Model().double()
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.copy_(normal(*parameter.shape, seed=i))
+    return model
+
+
+def results(model: nn.Module, x: Tensor, bias: Tensor | None, by_name: bool, learned: bool) -> dict[str, Tensor]:
+    """The output and the gradients of input, bias and weights."""
+    x = x.clone().requires_grad_()
+    bias = bias if bias is None else bias.clone().requires_grad_(learned)
+    y = model(x, bias, by_name)
+    (y * normal(*y.shape, seed=9)).sum().backward()
+    found = {"output": y, "gradient of x": x.grad, "gradient of bias": None if bias is None else bias.grad}
+    found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    return {name: value.detach() for name, value in found.items() if value is not None}
+
+
+def shape_of(kind: str, batch: int, length: int) -> tuple[int, ...]:
+    return {
+        "heads": (1, HEADS, length, length),
+        "samples, heads": (batch, HEADS, length, length),
+        "samples x heads": (batch * HEADS, 1, length),
+        "heads, one query": (batch, HEADS, 1, length),
+        "one for all heads": (batch, 1, length, length),
+    }[kind]
+
+
+KINDS = ["heads", "samples, heads", "samples x heads", "heads, one query", "one for all heads"]
+
+
+@settings(max_examples=examples(100, 30))
+@given(
+    size=st.sampled_from([1, 2, 4]),
+    kind=st.sampled_from([*KINDS, "none"]),
+    batch=st.integers(1, 5),
+    length=st.integers(1, 5),
+    by_name=st.booleans(),
+    learned=st.booleans(),
+    tokens=st.booleans(),
+)
+def test_equals_one_device(
+    size: int, kind: str, batch: int, length: int, by_name: bool, learned: bool, tokens: bool
+) -> None:
+    x = normal(batch, length, WIDTH)
+    bias = None if kind == "none" else normal(*shape_of(kind, batch, length), seed=5)
+    model = made()
+    want = results(copy.deepcopy(model), x, bias, by_name, learned)
+    dim = 0 if kind == "samples x heads" else 1
+    plan = {**LAYERS, "attn": f"local_view(heads, bias[{dim}])"}
+
+    def of_rank(group: Any) -> dict[str, float]:
+        own = fusedtp.parallelize(copy.deepcopy(model), group, plan=plan, prove=False, sequence_parallel=tokens)
+        found = results(own, x, bias, by_name, learned)
+        assert found.keys() == want.keys()
+        rank, off = group.rank(), {}
+        for name, value in want.items():
+            if value.shape != found[name].shape:  # a shard: rows of q, k and v, columns of out
+                value = value.chunk(size, 1 if name.endswith("out.weight") else 0)[rank]
+            off[name] = float((found[name] - value).abs().max()) / max(float(want[name].abs().max()), 1.0)
+        return {name: error for name, error in off.items() if not error <= OFF}
+
+    assert VirtualWorld(size).run(of_rank) == [{}] * size
+
+
+class Gated(nn.Module):
+    """A number for each token and head, computed from hidden states that ranks share, weighs the heads."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.v, self.out = HEADS, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+            y = self.v(x).unflatten(-1, (self.heads, -1)) * gate[..., None]
+            z: Tensor = self.out(y.flatten(2))
+            return z
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.attn = nn.Linear(WIDTH, HEADS), Gated.Heads()
+
+    def forward(self, x: Tensor, bias: Tensor | None, by_name: bool) -> Tensor:
+        x = self.attn(x, torch.ones(*x.shape[:2], HEADS, dtype=x.dtype)) + x
+        z: Tensor = self.attn(x, self.gate(x))
+        return z.full_tensor() if isinstance(z, TokenShard) else z
+
+
+def test_an_argument_computed_from_split_tokens() -> None:
+    model, x = Gated().double(), normal(3, 5, WIDTH)
+    want = results(copy.deepcopy(model), x, None, False, False)
+    plan = {"attn.v": "colwise", "attn.out": "rowwise", "attn": "local_view(heads, gate[2])"}
+
+    def of_rank(group: Any) -> float:
+        own: Any = fusedtp.parallelize(copy.deepcopy(model), group, plan=plan, prove=False)
+        found = results(own, x, None, False, False)
+        assert own._fusedtp.gathered["gate"] == 1
+        names = ["output", "gradient of x", "gradient of gate.weight", "gradient of gate.bias"]
+        return max(float((found[name] - want[name]).abs().max()) for name in names)
+
+    assert max(VirtualWorld(2).run(of_rank)) <= OFF
+
+
+TABLE = "gradient of first.table.weight"
+
+
+class Tabled(nn.Module):
+    """The first layer passes the bias of its table on to the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Biased(WIDTH, HEADS, table=True), Biased(WIDTH, HEADS)
+
+    def forward(self, x: Tensor, bias: Tensor | None, by_name: bool) -> Tensor:
+        y, bias = self.first(x, bias)
+        z, _ = self.second(x + y, bias)
+        assert isinstance(z, Tensor)
+        return z
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_heads_that_are_this_rank_s_already(size: int) -> None:
+    """With as many ranks as heads, a single head may be of all ranks or of this one."""
+    model = Tabled().double()
+    x = normal(3, 5, WIDTH)
+    want = results(copy.deepcopy(model), x, None, False, False)
+    view = "local_view(heads, bias[1])"
+    plan = {f"{at}.{name.removeprefix('attn.')}": word for at in ("first", "second") for name, word in LAYERS.items()}
+    plan |= {"first": view, "second": view, "first.table.weight": "rowwise"}
+
+    def of_rank(group: Any) -> float:
+        own = fusedtp.parallelize(copy.deepcopy(model), group, plan=plan, prove=False)
+        errors = []
+        for _ in range(3):  # the later steps no longer ask
+            own.zero_grad()
+            got = results(own, x, None, False, False)["gradient of first.table.weight"]
+            errors.append(
+                float((got - want["gradient of first.table.weight"].chunk(size, 1)[group.rank()]).abs().max())
+            )
+        return max(errors)
+
+    assert max(VirtualWorld(size).run(of_rank)) <= OFF
+
+
+def split(word: str, bias: Tensor | None = None) -> None:
+    def of_rank(group: Any) -> None:
+        own = fusedtp.parallelize(made(), group, plan={**LAYERS, "attn": word}, prove=False)
+        own(normal(3, 5, WIDTH), bias, True)
+
+    VirtualWorld(2).run(of_rank)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("local_view(heads, mask[1])", "attn: its forward has no argument mask"),
+        ("local_view(bias[1])", "attn: bias is cut by heads, but no attribute says how many there are"),
+    ],
+)
+def test_words_that_do_not_fit_the_module(word: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split(word)
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 5, 5), (6, 1, 5), (5,), (0, 1, 5)])
+def test_a_bias_of_another_number_of_heads(shape: tuple[int, ...]) -> None:
+    dim = 1 if len(shape) == 4 else 0
+    with pytest.raises(ValueError, match=rf"bias has shape .*; dimension {dim} should be 1 or a multiple of the 4"):
+        split(f"local_view(heads, bias[{dim}])", torch.zeros(shape, dtype=torch.float64))
