@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -20,7 +20,6 @@ from einops.layers.torch import Rearrange
 from torch import Tensor, nn
 
 from .local_view import (
-    ARGUMENT,
     INPUT,
     features_of,
     is_conv1d,
@@ -37,6 +36,7 @@ from .plan import parent_of
 from .trial import Inputs
 
 COUNTS_HEADS = re.compile(r"(?!.*(dim|size|width|group)).*head.*")
+CUTS = 4  # ways to cut arguments of a module that are tried, beside none
 # Attributes that may equal a width by chance but count something else.
 NO_WIDTH = re.compile(r"block|pos|seq|len|context|window|max|vocab|bucket|layer|rank")
 
@@ -66,8 +66,10 @@ def candidates(
     ran: set[str],
     given: Mapping[str, Inputs],
 ) -> Iterator[dict[str, str]]:
-    """Candidate style names for these layers and the modules around them, the likeliest first.
+    """Style names to try for linear layers `columns` and `rows` of a module and what is around them, likeliest first.
 
+    taken   style names that the module has already
+    wide    attributes that hold the number of features between the layers
     ran     modules and parameters inside that the trial uses; of others it could not tell whether they may be split
     given   module inside -> its arguments in the trial
     """
@@ -83,13 +85,14 @@ def candidates(
     narrow = ((), (INPUT,)) if features_of(inside[columns[0]])[0] == features_of(inside[row])[0] else ((),)
     counts = {attributes[name] for name in heads}
     norms = _norms(module, columns)
-    found = [_by_head(module, [*columns, row], counts, deep) for deep in (False, True)]
-    by_head, deep = ({name: word for name, word in each.items() if name in ran} for each in found)
+    every = _by_head(module, [*columns, row], counts)
+    deep = {name: word for name, word in every.items() if name in ran}
+    by_head = {name: word for name, word in deep.items() if parent_of(name) in {*_parents([*columns, row]), ""}}
     beside = [norms, {}, norms | by_head, by_head, norms | deep, deep]  # split no more than is needed
     ways = _ways(inside, columns, rows)
     for linears in [way | each for way in ways for i, each in enumerate(beside) if each not in beside[:i]]:
         tried: list[dict[str, str]] = []
-        for cut, claimed, within in product((False, True), narrow, (False, True)):
+        for cut, claimed, within in product(range(CUTS + 1), narrow, (False, True)):
             for names in (heads, (*heads, *widths), ()):
                 views: dict[str, str] = {}
                 for at in dict.fromkeys((first, parent_of(row), *_parents(columns), "")):
@@ -97,10 +100,12 @@ def candidates(
                     own = tuple(n for n in names if type(each.__dict__.get(n)) is int) + (
                         claimed if at == first else ()
                     )
-                    if cut and at in given:
-                        own = _with_arguments(own, each, given[at])
-                    if own:
-                        views[at] = local_view((*names_in(taken.get(at, "")), *own))
+                    before = names_in(taken.get(at, ""))
+                    cuts = _cuts(each, own, given[at]) if cut and at in given else []
+                    if cut <= len(cuts) and cuts:
+                        views[at] = local_view((*cuts[cut - 1], *before))
+                    elif own:
+                        views[at] = local_view((*before, *own))
                     elif isinstance(each, nn.TransformerEncoderLayer):
                         views[at] = "no_fast_path"
                     if within and names:
@@ -147,53 +152,46 @@ def _norms(module: Any, columns: list[str]) -> dict[str, str]:
     }
 
 
-def _with_arguments(own: tuple[str, ...], module: Any, given: Inputs) -> tuple[str, ...]:
-    """The names, first that of a number of heads, and arguments with a dimension of all heads or of samples x heads."""
-    counts = [name for name in own if COUNTS_HEADS.fullmatch(name)]
-    named = {**dict(zip(parameters_of(module), given.args, strict=False)), **given.kwargs}
-    tensors = {name: x for name, x in named.items() if isinstance(x, Tensor) and x.dim() > 1}
-    samples = next((len(x) for x in tensors.values()), 0)
-    for count in counts:
-        heads = getattr(module, count)
-        dims = {name: _dim_of_heads(x.shape, heads, samples) for name, x in tensors.items()}
-        found = [f"{name}[{dim}]" for name, dim in dims.items() if dim is not None]
+def _cuts(module: Any, names: tuple[str, ...], given: Inputs) -> list[tuple[str, ...]]:
+    """These names, with arguments [..., heads, queries, keys] to cut: all of them, then each alone.
+
+    All first: code may use one of two in one implementation of attention, and both in another. The number of heads that
+    they count comes first in the names. An argument of which the inputs do not show whether a dimension counts samples
+    or heads is not cut, nor is the first tensor, the hidden states.
+    """
+    takes = parameters_of(module)
+    named = {name: given.args[at] for name, at in takes.items() if at is not None and at < len(given.args)}
+    named |= {name: x for name, x in given.kwargs.items() if name in takes}
+    tensors = [(name, x) for name, x in named.items() if isinstance(x, Tensor)]
+    samples = len(tensors[0][1]) if tensors and tensors[0][1].dim() else 0
+    for count in (name for name in names if COUNTS_HEADS.fullmatch(name)):
+        heads, found = getattr(module, count), []
+        for name, x in tensors[1:]:
+            length = x.shape[-3] if x.dim() > 2 else 0
+            if x.dim() == 3 and length == samples * heads and samples > 1:
+                found.append(f"{name}[-3 per sample]")
+            elif length == heads and (x.dim() > 3 or length != samples):
+                found.append(f"{name}[-3]")
         if found:
-            return tuple(dict.fromkeys((count, *own, *found)))
-    return own
+            some = [tuple(found), *((each,) for each in found if len(found) > 1)]
+            return [tuple(dict.fromkeys((count, *names, *each))) for each in some]
+    return []
 
 
-def may_list(module: Any, name: str) -> bool:
-    """Whether a local view of the module may list this attribute or argument."""
-    argument = ARGUMENT.fullmatch(name)
-    return name == INPUT or (argument[1] in parameters_of(module) if argument else name in lengths(module))
-
-
-def _dim_of_heads(shape: Sequence[int], heads: int, samples: int) -> int | None:
-    """The dimension of a tensor [..., queries, keys] that counts heads, or samples x heads; None if there is none."""
-    likely = len(shape) - 3
-    fits = [i for i, n in enumerate(shape[:-1]) if n == heads or (i == 0 and n == samples * heads)]
-    return min(fits, key=lambda i: abs(i - likely), default=None)
-
-
-def _by_head(module: Any, linears: list[str], heads: set[int], deep: bool = False) -> dict[str, str]:
+def _by_head(module: Any, linears: list[str], heads: set[int]) -> dict[str, str]:
     """Style names for parameters around these layers with a first or last dimension as long as there are heads.
 
-    deep: also for those of modules beside the layers, such as a table with a bias for each head.
+    Those of modules beside the layers too, such as a table with a bias for each head.
     """
     found: dict[str, str] = {}
     for at in dict.fromkeys((*_parents(linears), "")):
-        inner = module.get_submodule(at).named_modules() if deep else [("", module.get_submodule(at))]
-        parameters = [
-            (join(join(at, name), key), parameter)
-            for name, each in inner
-            if not is_linear(each)
-            for key, parameter in each.named_parameters(recurse=False)
-        ]
-        for name, parameter in parameters:
-            if parameter.dim() > 1 and parameter.shape[-1] in heads:
-                found[name] = "rowwise"
-            elif parameter.dim() and parameter.shape[0] in heads:
-                found[name] = "grouped_gemm"
+        for inner, each in module.get_submodule(at).named_modules():
+            own = () if is_linear(each) else each.named_parameters(recurse=False)
+            for name, parameter in own:
+                if parameter.dim() > 1 and parameter.shape[-1] in heads:
+                    found[join(join(at, inner), name)] = "rowwise"
+                elif parameter.dim() and parameter.shape[0] in heads:
+                    found[join(join(at, inner), name)] = "grouped_gemm"
     return found
 
 

@@ -174,6 +174,10 @@ class Own:
         own = module._parameters.items()
         return [name for name, p in own if p is not None and p.requires_grad and name not in self.sharded]
 
+    def adapted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as the module's own forward gets them."""
+        return args, kwargs
+
     def look(self, module: Any, inputs: Any) -> None:
         """Learn from a call's inputs whether each rank has only some of the heads. Collective until that is known."""
         seen = self.seen
@@ -364,6 +368,7 @@ def own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo.comptime import comptime
 
         comptime(_refuse_unknown)
+    args, kwargs = at.adapted(args, kwargs)
     reads = self._parameters or at.children or at.below
     if reads and at.inner is None and _runs_again(self):
         return _opened_inside(self, args, kwargs)

@@ -27,14 +27,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .candidates import candidates, concatenated, may_list, widths_between
-from .local_view import (
-    ARGUMENT,
-    features_of,
-    is_linear,
-    local_view,
-    names_in,
-)
+from .candidates import candidates, concatenated, widths_between
+from .local_view import ARGUMENT, features_of, is_linear, local_view, names_in, parameters_of
 from .multihead import OUT, WORD, is_multihead
 from .observe import Seen, guesses, join, key, observe, recorded, required
 from .plan import generic, matches, parent_of, refuse
@@ -109,6 +103,15 @@ def small_copy(model: Any) -> nn.Module | None:
         return None
 
 
+class Unit(NamedTuple):
+    """A module with layers that are split, and the words for them; the run in which a trial of it was recorded."""
+
+    name: str
+    words: dict[str, str]
+    seen: Seen
+    copied: nn.Module
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The result of trying candidates on a module: names inside it -> style names, or why there are none."""
@@ -137,7 +140,7 @@ class Search:
         self.model, self.world_size, self.sequence_parallel = model, world_size, sequence_parallel
         self.named: dict[str, Any] = dict(model.named_modules())
         self.words: dict[str, str] = {}
-        self.units: list[tuple[str, dict[str, str]]] = []  # accepted, in order
+        self.units: list[Unit] = []  # accepted, in order
         self.why: dict[str, str] = {}  # linear layer -> why it is not split
         self.known: dict[Any, Verdict] = {}
         self.concluded = False
@@ -200,7 +203,7 @@ class Search:
                 continue
             layer = parent_of(unit)
             fast = isinstance(self.named[layer], nn.TransformerEncoderLayer)
-            self._take(unit, verdict, {layer: "no_fast_path"} if fast else None)
+            self._take(unit, verdict, seen, copied, {layer: "no_fast_path"} if fast else None)
 
     def _as_rows(self, seen: Seen, copied: nn.Module, row: str, x: Tensor) -> None:
         """Try this linear layer as the row-parallel partner of layers that ran before it."""
@@ -210,15 +213,17 @@ class Search:
                 continue
             verdict = self._judge(seen, copied, unit, columns, rows)
             if not verdict.why:
-                self._take(unit, verdict)
+                self._take(unit, verdict, seen, copied)
                 return
             for name in (*columns, *rows):
                 self.why[name] = _telling(self.why.get(name, ""), verdict.why)
 
-    def _take(self, unit: str, verdict: Verdict, more: dict[str, str] | None = None) -> None:
+    def _take(
+        self, unit: str, verdict: Verdict, seen: Seen, copied: nn.Module, more: dict[str, str] | None = None
+    ) -> None:
         """more: words of modules outside the unit that belong to it."""
         found = {join(unit, name): word for name, word in verdict.words.items()} | (more or {})
-        self.units.append((unit, found))
+        self.units.append(Unit(unit, found, seen, copied))
         self.words.update(found)
 
     def _columns(self, seen: Seen, row: str, x: Tensor) -> list[tuple[list[str], list[str]]]:
@@ -275,18 +280,22 @@ class Search:
             if one_each and many >= 2 * few and alone[parent_of(name)] == 1 and unit is not None:
                 verdict = self._judge(seen, copied, unit, [name], [])
                 if not verdict.why:
-                    self._take(unit, verdict)
+                    self._take(unit, verdict, seen, copied)
 
     # --- try -------------------------------------------------------------------------------------------------
 
     def _judge(self, seen: Seen, copied: nn.Module, unit: str, columns: list[str], rows: list[str]) -> Verdict:
         module = self.named[unit]
         columns, rows = ([_within(unit, name) for name in names] for names in (columns, rows))
-        taken = {_within(unit, n): w for n, w in self.words.items() if n == unit or n.startswith(_below(unit))}
+        taken = self._taken(unit)
         kind = (_kind(unit, module), tuple(columns), tuple(rows), tuple(sorted(taken.items())))
         if kind not in self.known:
             self.known[kind] = self._try(seen, copied, unit, columns, rows, taken)
         return self.known[kind]
+
+    def _taken(self, unit: str) -> dict[str, str]:
+        """Names inside a unit -> the words that they have already."""
+        return {_within(unit, n): w for n, w in self.words.items() if n == unit or n.startswith(_below(unit))}
 
     def _try(
         self, seen: Seen, copied: nn.Module, unit: str, columns: list[str], rows: list[str], taken: dict[str, str]
@@ -350,20 +359,64 @@ class Search:
     # --- conclude --------------------------------------------------------------------------------------------
 
     def _join_views(self) -> None:
-        """Give modules of one kind one local view: all attributes and arguments that one of them needs.
+        """Let modules of one kind get the arguments of one of them cut, if a trial says that they may.
 
         A first layer may compute for all heads what the others get as an argument.
         """
-        views: dict[str, dict[str, None]] = {}
-        # those with arguments first: the first name is the number of heads that their dimensions count
+        views: dict[Any, dict[str, None]] = {}
+        # those with arguments first: they begin with the number of heads that the arguments have
         for name, word in sorted(self.words.items(), key=lambda each: not ARGUMENT.search(each[1])):
-            views.setdefault(generic(name), {}).update(dict.fromkeys(names_in(word)))
-        for _, found in self.units:
-            for name, word in found.items():
-                module, every = self.named.get(name), views[generic(name)]
-                if names_in(word) and all(may_list(module, each) for each in every):
-                    found[name] = local_view(tuple(every))
-        self.words.update({name: word for _, found in self.units for name, word in found.items()})
+            views.setdefault(_view(name, word), {}).update(dict.fromkeys(names_in(word)))
+        for unit in self.units:
+            joined = {
+                name: local_view(tuple(views[_view(name, word)]))
+                for name, word in unit.words.items()
+                if names_in(word) and all(_takes(self.named[name], each) for each in views[_view(name, word)])
+            }
+            if any(unit.words[name] != word for name, word in joined.items()):
+                trial = self._trial(unit.seen, unit.copied, unit.name)
+                within = {**self._taken(unit.name), **{_within(unit.name, name): word for name, word in joined.items()}}
+                if isinstance(trial, Trial) and not trial.verdict(within):
+                    unit.words.update(joined)
+                    self.words.update(joined)
+
+    def _drop_uneven(self) -> None:
+        """Leave units whole that differ between layers of one kind: no pattern could describe them in the model."""
+        patterns = self._patterns()
+        for found in self._kinds():
+            if not all(patterns[name] for name in found):
+                self.why.update(dict.fromkeys(found, "layers of the same kind would be split differently"))
+                self.units = [each for each in self.units if each.words.keys().isdisjoint(found)]
+        self.words = {name: word for each in self.units for name, word in each.words.items()}
+
+    def _patterns(self) -> dict[str, str]:
+        """Name -> a pattern that matches it and others with the same style only, or ""."""
+        every = [*self.named, *(name for name, _ in self.model.named_parameters(remove_duplicate=False))]
+        fits: dict[tuple[str, str], bool] = {}
+        found: dict[str, str] = {}
+        for name, word in self.words.items():
+            tried = dict.fromkeys((generic(name), _of_lists(name, self.named)))
+            for pattern in tried:
+                if (pattern, word) not in fits:
+                    fits[pattern, word] = all(self.words.get(at) == word for at in every if matches(pattern, at))
+            found[name] = next((pattern for pattern in tried if fits[pattern, word]), "")
+        return found
+
+    def _kinds(self) -> list[dict[str, str]]:
+        """Words of units of one kind, together: with equal names but for numbers.
+
+        In a plan from a small copy, units are of one kind even if they share only some names: no pattern tells them
+        apart in the model.
+        """
+        small = self.model is not self.real_model
+        kinds: list[tuple[set[str], dict[str, str]]] = []
+        for unit in self.units:
+            patterns = set(map(generic, unit.words))
+            same = [each for each in kinds if each[0] == patterns or (small and each[0] & patterns)]
+            kinds = [each for each in kinds if each not in same]
+            words = {name: word for _, each in same for name, word in each.items()} | unit.words
+            kinds.append((patterns.union(*(each for each, _ in same)), words))
+        return [words for _, words in kinds]
 
     def _conclude(self, seen: Seen) -> None:
         """Prove all units together; if that fails, add them kind by kind, dropping those that break the whole model.
@@ -394,36 +447,6 @@ class Search:
                 self.words.update(tried)
                 break
 
-    def _drop_uneven(self) -> None:
-        """Leave units whole that differ between layers of one kind: no pattern could describe them in the model."""
-        for found in self._kinds():
-            if not all(self._pattern(name) for name in found):
-                self.why.update(dict.fromkeys(found, "layers of the same kind would be split differently"))
-                self.units = [each for each in self.units if each[1].keys().isdisjoint(found)]
-        self.words = {name: word for _, found in self.units for name, word in found.items()}
-
-    def _pattern(self, name: str) -> str:
-        """A pattern that matches this name and others with the same style only, or ""."""
-        every = [*self.named, *(name for name, _ in self.model.named_parameters(remove_duplicate=False))]
-        return next(
-            (
-                pattern
-                for pattern in dict.fromkeys((generic(name), _of_lists(name, self.named)))
-                if all(self.words.get(other) == self.words[name] for other in every if matches(pattern, other))
-            ),
-            "",
-        )
-
-    def _kinds(self) -> list[dict[str, str]]:
-        """Words of units whose modules are of one kind, together: a plan can only have all of them or none."""
-        kinds: list[dict[str, str]] = []
-        for _, found in self.units:
-            patterns = set(map(generic, found))
-            same = [each for each in kinds if not patterns.isdisjoint(map(generic, each))]
-            kinds = [each for each in kinds if each not in same]
-            kinds.append({name: word for each in (*same, found) for name, word in each.items()})
-        return kinds
-
     def _drop_shared(self) -> None:
         """Leave a unit whole if some of its parameters are also used outside of all units."""
         names: dict[int, list[str]] = {}
@@ -432,7 +455,7 @@ class Search:
         shared = [each for each in names.values() if len(each) > 1]
         while True:
             within = {
-                name: [unit for unit, _ in self.units if name.startswith(_below(unit))]
+                name: [unit.name for unit in self.units if name.startswith(_below(unit.name))]
                 for each in shared
                 for name in each
             }
@@ -440,17 +463,18 @@ class Search:
             bad = {unit: each[0] for each in mixed for name in each for unit in within[name]}
             if not bad:
                 break
-            for unit, found in self.units:
-                if unit in bad:
-                    self.why.update(dict.fromkeys(found, f"{bad[unit]} is also used outside {unit}"))
-            self.units = [each for each in self.units if each[0] not in bad]
-            self.words = {name: word for _, found in self.units for name, word in found.items()}
+            for unit in self.units:
+                if unit.name in bad:
+                    self.why.update(dict.fromkeys(unit.words, f"{bad[unit.name]} is also used outside {unit.name}"))
+            self.units = [each for each in self.units if each.name not in bad]
+            self.words = {name: word for each in self.units for name, word in each.words.items()}
 
     # --- result ----------------------------------------------------------------------------------------------
 
     def result(self, model: nn.Module) -> Inferred:
         """Patterns if all modules of a kind have the same style; otherwise names."""
-        plan = {self._pattern(name) or name: word for name, word in self.words.items()}
+        patterns = self._patterns()
+        plan = {patterns[name] or name: word for name, word in self.words.items()}
         whole: dict[str, str] = {}
         own = dict(model.named_modules())
         split = {name for name in own if any(matches(pattern, name) for pattern in plan)}
@@ -591,6 +615,17 @@ def _telling(first: str, second: str) -> str:
         return 0 if NEEDS in why else 1 if re.search(r"\b(?!ValueError)\w+(Error|Exception): ", why) else 2
 
     return second if not first or says(second) > says(first) else first
+
+
+def _view(name: str, word: str) -> tuple[str, frozenset[str]]:
+    """Equal for local views of one kind of module that divide the same attributes."""
+    return generic(name), frozenset(each for each in names_in(word) if not ARGUMENT.fullmatch(each))
+
+
+def _takes(module: Any, name: str) -> bool:
+    """Whether a local view of the module may list this: for an argument, whether its forward has it."""
+    argument = ARGUMENT.fullmatch(name)
+    return argument is None or argument[1] in parameters_of(module)
 
 
 def _of_lists(name: str, named: dict[str, Any]) -> str:

@@ -2,8 +2,9 @@
 
     local_view(n_head, n_embd)      the module's own forward; attributes n_head and n_embd are divided by world size
     local_view(n_head, input.shape) the same, and its input reports the width of this rank's part
-    local_view(n_head, bias[1])     the same, and dimension 1 of its argument `bias`, as long as n_head or a multiple of
-                                    it ([samples x n_head]), is reduced to this rank's heads
+    local_view(n_head, bias[-3])    the same, and of dimension -3 of its argument `bias`, which has n_head elements, it
+                                    gets those of this rank's heads
+    local_view(n_head, bias[-3 per sample])    the same for a dimension of samples x n_head
     local_view(h)                   of a Rearrange layer of einops: the length of axis h is divided
     norm_of_all_heads               nn.RMSNorm over the features of all heads, of which each rank has some
     packed_colwise_n, packed_rowwise_n   n matrices in one, as packed_colwise has two
@@ -40,14 +41,13 @@ from .foreign_styles import Colwise, Foreign, Rowwise, install
 from .layers import accumulated, unequal
 from .placement import Mesh, Placement
 from .plain_linear import computes_linear
-from .question import Question, precision
 from .styles import computed
 from .token_shard import TokenShard
 from .torch_names import METADATA, name_of
 
 INPUT = "input.shape"
 VIEW = re.compile(r"local_view\((.+)\)")
-ARGUMENT = re.compile(r"(\w+)\[(\d+)\]")
+ARGUMENT = re.compile(r"(\w+)\[(-\d+)( per sample)?\]")
 PACKED = re.compile(r"packed_(colwise|rowwise)_([1-9]\d*)")
 
 
@@ -84,6 +84,59 @@ def local_view(names: tuple[str, ...]) -> str:
     return f"local_view({', '.join(dict.fromkeys(names))})" if names else ""
 
 
+@dataclass(frozen=True)
+class HeadsArgument:
+    """An argument of a forward with a dimension `dim`, counted from the end, of all heads.
+
+    position    where it is if it is passed without its name; None if it cannot be
+    per_sample  the dimension has samples x heads
+    heads       number of all heads
+    first, own  this rank's first head, and how many it has
+    """
+
+    name: str
+    position: int | None
+    dim: int
+    per_sample: bool
+    heads: int
+    first: int
+    own: int
+
+    def of_rank(self, x: Any, samples: int, members: str) -> Any:
+        """This rank's heads of x; a gradient is summed over ranks.
+
+        A tensor with dimension 1 there, or without the dimension, is common to all heads and passed whole. One that has
+        only this rank's heads already, because a split module made it, is passed as it is, unless per_sample.
+        Raises ValueError for any other length, and if one head may be common to all or this rank's.
+        """
+        if not isinstance(x, Tensor):
+            return x
+        x = x.full_tensor(self.name) if isinstance(x, TokenShard) else x
+        there = -self.dim <= x.dim()
+        length = x.shape[self.dim] if there else 1
+        every = samples * self.heads if self.per_sample else self.heads
+        learned = x.requires_grad and torch.is_grad_enabled()
+        if length == self.own and not self.per_sample and length != every:
+            if length > 1:
+                return x
+            if learned and there:
+                raise ValueError(
+                    f"{self.name} has shape {tuple(x.shape)} and a gradient: with as many ranks as heads, its one head "
+                    "may be common to all or this rank's; use fewer ranks, or leave this module out of the plan"
+                )
+        if length not in (1, every):
+            raise ValueError(
+                f"{self.name} has shape {tuple(x.shape)}; dimension {self.dim} should be 1 or {every}, for "
+                f"{f'{samples} samples x ' * self.per_sample}{self.heads} heads"
+            )
+        x = copy_to_group(x, members) if learned else x
+        if length != every:
+            return x
+        each = x.unflatten(self.dim, (every // self.heads, self.heads))
+        at = self.dim + x.dim()
+        return each.narrow(at + 1, self.first, self.own).flatten(at, at + 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalOwn(Own):
     """A module whose code sees only this rank's heads.
@@ -103,66 +156,28 @@ class LocalOwn(Own):
         parts += [f"its heads of {each.name}" for each in self.arguments]
         return ", ".join([*parts, *(["the width of its input"] if self.narrow else [])])
 
-
-@dataclass(frozen=True)
-class HeadsArgument:
-    """An argument of a forward with a dimension `dim` of all heads, or of samples x heads.
-
-    position    where it is if it is passed without its name
-    heads       number of all heads
-    first, own  this rank's first head, and how many it has
-    differs     whether ranks get different values, asked where the shape does not tell
-    """
-
-    name: str
-    position: int
-    dim: int
-    heads: int
-    first: int
-    own: int
-    differs: Question = field(default_factory=Question, compare=False)
-
-    def of_rank(self, x: Any, members: str) -> Any:
-        """This rank's heads of x, whose gradient is summed over ranks.
-
-        A dimension of length 1 is one for all heads; of a tensor that has only this rank's heads already, nothing is
-        summed. Raises ValueError for any other length that is not a multiple of all heads.
-        """
-        if not isinstance(x, Tensor):
-            return x
-        x = x.full_tensor(self.name) if isinstance(x, TokenShard) else x
-        length = x.shape[self.dim] if self.dim < x.dim() else 0
-        if length not in (1, self.own) and (length == 0 or length % self.heads):
-            expected = f"dimension {self.dim} should be 1 or a multiple of the {self.heads} heads"
-            raise ValueError(f"{self.name} has shape {tuple(x.shape)}; {expected}")
-        if x.requires_grad and torch.is_grad_enabled() and not self._is_own(x, length, members):
-            x = copy_to_group(x, members)
-        if length in (1, self.own):
-            return x
-        samples = x.unflatten(self.dim, (length // self.heads, self.heads))
-        return samples.narrow(self.dim + 1, self.first, self.own).flatten(self.dim, self.dim + 1)
-
-    def _is_own(self, x: Tensor, length: int, members: str) -> bool:
-        """Whether x has only this rank's heads. If there is one, ranks are asked until they are sure. Collective."""
-        if length != self.own or self.own > 1 or self.heads == 1:
-            return length == self.own
-        if self.differs.differ is None:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    f"{self.name} has one head, of all ranks or of this one; run a step before compiling"
-                )
-            return self.differs.ask([x], [precision(x)], members, self.heads)
-        return self.differs.differ
+    def adapted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self.arguments and not self.narrow:
+            return args, kwargs
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        first = next(place for place, x in given.items() if isinstance(x, Tensor))
+        for each in self.arguments:
+            place = each.name if each.name in kwargs else each.position
+            if place in given:
+                given[place] = each.of_rank(given[place], given[first].shape[0], self.members)
+        if self.narrow:
+            given[first] = NarrowInput.of(given[first], self.world_size)
+        return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
 
 
 class LocalView(Foreign):
-    """Divides attributes, and optionally the reported width of the input, by the number of ranks. See above."""
+    """Divides attributes, arguments and the reported width of the input by the number of ranks. See above."""
 
     def __init__(self, model: Model, *, attributes: tuple[str, ...], **options: Any) -> None:
         super().__init__(model, **options)
         self.narrow = INPUT in attributes
         found = [match for name in attributes if (match := ARGUMENT.fullmatch(name))]
-        self.arguments = {match[1]: int(match[2]) for match in found}
+        self.arguments = {match[1]: (int(match[2]), bool(match[3])) for match in found}
         self.attributes = tuple(name for name in attributes if name != INPUT and not ARGUMENT.fullmatch(name))
 
     def faults(self, module: Any, world_size: int) -> list[str]:
@@ -173,7 +188,7 @@ class LocalView(Foreign):
                 found.append(f"it has no integer attribute {name}")
             elif value % world_size:
                 found.append(f"{name} is {value}, which {world_size} ranks cannot share evenly")
-        takes = parameters_of(module)
+        takes = parameters_of(module) if self.arguments else {}
         found += [f"its forward has no argument {name}" for name in self.arguments if name not in takes]
         if self.arguments and not self.attributes:
             found.append(f"{next(iter(self.arguments))} is cut by heads, but no attribute says how many there are")
@@ -181,15 +196,15 @@ class LocalView(Foreign):
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         whole = {name: lengths(module)[name] for name in self.attributes}
-        takes = parameters_of(module)
+        takes = parameters_of(module) if self.arguments else {}
         heads = next(iter(whole.values()), 0)
-        part = heads // comm.world_size
+        own_heads = heads // comm.world_size
         cut = tuple(
-            HeadsArgument(name, takes.index(name), dim, heads, comm.rank * part, part)
-            for name, dim in self.arguments.items()
+            HeadsArgument(name, takes[name], dim, per_sample, heads, comm.rank * own_heads, own_heads)
+            for name, (dim, per_sample) in self.arguments.items()
         )
         view = LocalOwn(**self.own(module, comm), attributes=whole, narrow=self.narrow, arguments=cut)
-        install(module, view, viewed if cut or self.narrow else own_forward)
+        install(module, view, own_forward)
         own = {name: value // comm.world_size for name, value in whole.items()}
         if isinstance(module, Rearrange):
             made = Rearrange(module.pattern, **{**module.axes_lengths, **own})
@@ -207,25 +222,12 @@ def lengths(module: Any) -> dict[str, Any]:
     return module.axes_lengths if isinstance(module, Rearrange) else vars(module)
 
 
-def parameters_of(module: Any) -> list[str]:
-    """Names of the arguments of a module's forward that have one, in order."""
+def parameters_of(module: Any) -> dict[str, int | None]:
+    """Argument of a module's forward -> its position; None if it is passed by its name only."""
     every = inspect.signature(module.forward).parameters.items()
-    return [name for name, each in every if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-
-
-def viewed(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module that gets this rank's heads of arguments, or whose first tensor argument reports the
-    width of this rank's part."""
-    at: LocalOwn = self.parallel
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    for each in at.arguments:
-        place = each.name if each.name in kwargs else each.position
-        if place in given:
-            given[place] = each.of_rank(given[place], at.members)
-    if at.narrow:
-        first = next(place for place, x in given.items() if isinstance(x, Tensor))
-        given[first] = NarrowInput.of(given[first], at.world_size)
-    return own_forward(self, *(given[i] for i in range(len(args))), **{name: given[name] for name in kwargs})
+    named = {name: each.kind for name, each in every if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    return {name: None if kind is by_name else i for i, (name, kind) in enumerate(named.items())}
 
 
 def _take_whole(module: Any, args: Any) -> Any:

@@ -194,8 +194,10 @@ class Biased(nn.Module):
         if bias is None and self.relative is not None:
             bias = self.relative(x)
         scores = scale * q @ k.mT
-        if bias is not None:  # of samples and heads in one dimension, as in BLOOM, or in two
-            scores = scores + (bias.view(-1, self.heads, *bias.shape[1:]) if bias.dim() == 3 else bias)
+        if bias is not None and bias.dim() == 3:  # samples x heads, as in BLOOM, or heads
+            bias = bias.view(-1, self.heads, *bias.shape[1:])
+        if bias is not None:
+            scores = scores + bias
         if self.common is not None:
             scores = scores + torch.einsum("bhqd,qkd->bhqk", q, self.common(distances(x)))
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), bias
@@ -230,10 +232,10 @@ class BiasedBlock(nn.Module):
 class SharedBias(nn.Module):
     """As in T5: the first layer computes a bias of all heads from its table, the others get it."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int = 8) -> None:
         super().__init__()
         self.wte, self.lm_head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50)
-        self.h = nn.ModuleList(Biased(WIDTH, HEADS, table=i == 0) for i in range(3))
+        self.h = nn.ModuleList(Biased(WIDTH, heads, table=i == 0) for i in range(3))
 
     def forward(self, ids: Tensor) -> Tensor:
         x, bias = self.wte(ids), None

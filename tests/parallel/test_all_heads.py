@@ -64,10 +64,18 @@ def shape_of(kind: str, batch: int, length: int) -> tuple[int, ...]:
         "samples x heads": (batch * HEADS, 1, length),
         "heads, one query": (batch, HEADS, 1, length),
         "one for all heads": (batch, 1, length, length),
+        "heads alone": (HEADS, length, length),
+        "keys": (length, length),
     }[kind]
 
 
-KINDS = ["heads", "samples, heads", "samples x heads", "heads, one query", "one for all heads"]
+KINDS = [
+    "heads", "heads alone", "samples, heads", "samples x heads", "heads, one query", "one for all heads", "keys",
+]  # fmt: skip
+
+
+def split(group: Any, model: nn.Module, plan: dict[str, str], tokens: bool = True) -> Any:
+    return fusedtp.parallelize(copy.deepcopy(model), group, plan=plan, prove=False, sequence_parallel=tokens)
 
 
 @settings(max_examples=examples(100, 30))
@@ -87,12 +95,14 @@ def test_equals_one_device(
     bias = None if kind == "none" else normal(*shape_of(kind, batch, length), seed=5)
     model = made()
     want = results(copy.deepcopy(model), x, bias, by_name, learned)
-    dim = 0 if kind == "samples x heads" else 1
-    plan = {**LAYERS, "attn": f"local_view(heads, bias[{dim}])"}
+    plan = {**LAYERS, "attn": f"local_view(heads, bias[{'-3 per sample' if kind == 'samples x heads' else -3}])"}
+    if size == HEADS and learned and kind == "one for all heads":
+        with pytest.raises(ValueError, match="its one head may be common to all or this rank's"):
+            VirtualWorld(size).run(lambda group: split(group, model, plan, tokens)(x, bias.requires_grad_(), by_name))
+        return
 
     def of_rank(group: Any) -> dict[str, float]:
-        own = fusedtp.parallelize(copy.deepcopy(model), group, plan=plan, prove=False, sequence_parallel=tokens)
-        found = results(own, x, bias, by_name, learned)
+        found = results(split(group, model, plan, tokens), x, bias, by_name, learned)
         assert found.keys() == want.keys()
         rank, off = group.rank(), {}
         for name, value in want.items():
@@ -130,10 +140,10 @@ class Gated(nn.Module):
 def test_an_argument_computed_from_split_tokens() -> None:
     model, x = Gated().double(), normal(3, 5, WIDTH)
     want = results(copy.deepcopy(model), x, None, False, False)
-    plan = {"attn.v": "colwise", "attn.out": "rowwise", "attn": "local_view(heads, gate[2])"}
+    plan = {"attn.v": "colwise", "attn.out": "rowwise", "attn": "local_view(heads, gate[-1])"}
 
     def of_rank(group: Any) -> float:
-        own: Any = fusedtp.parallelize(copy.deepcopy(model), group, plan=plan, prove=False)
+        own = split(group, model, plan)
         found = results(own, x, None, False, False)
         assert own._fusedtp.gathered["gate"] == 1
         names = ["output", "gradient of x", "gradient of gate.weight", "gradient of gate.bias"]
@@ -159,34 +169,68 @@ class Tabled(nn.Module):
         return z
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_heads_that_are_this_rank_s_already(size: int) -> None:
-    """With as many ranks as heads, a single head may be of all ranks or of this one."""
+def test_heads_that_are_this_rank_s_already() -> None:
     model = Tabled().double()
     x = normal(3, 5, WIDTH)
     want = results(copy.deepcopy(model), x, None, False, False)
-    view = "local_view(heads, bias[1])"
+    view = "local_view(heads, bias[-3])"
     plan = {f"{at}.{name.removeprefix('attn.')}": word for at in ("first", "second") for name, word in LAYERS.items()}
     plan |= {"first": view, "second": view, "first.table.weight": "rowwise"}
 
     def of_rank(group: Any) -> float:
-        own = fusedtp.parallelize(copy.deepcopy(model), group, plan=plan, prove=False)
-        errors = []
-        for _ in range(3):  # the later steps no longer ask
-            own.zero_grad()
-            got = results(own, x, None, False, False)["gradient of first.table.weight"]
-            errors.append(
-                float((got - want["gradient of first.table.weight"].chunk(size, 1)[group.rank()]).abs().max())
-            )
-        return max(errors)
+        part = want[TABLE].chunk(2, 1)[group.rank()]
+        return float((results(split(group, model, plan), x, None, False, False)[TABLE] - part).abs().max())
 
-    assert max(VirtualWorld(size).run(of_rank)) <= OFF
+    assert max(VirtualWorld(2).run(of_rank)) <= OFF
+
+    def with_as_many_ranks_as_heads(group: Any) -> None:
+        own = split(group, model, plan)
+        with torch.no_grad():
+            assert (own(x, None, False) - want["output"]).abs().max() <= OFF
+        own(x, None, False)
+
+    with pytest.raises(ValueError, match="with as many ranks as heads, its one head may be common to all or this"):
+        VirtualWorld(4).run(with_as_many_ranks_as_heads)
 
 
-def split(word: str, bias: Tensor | None = None) -> None:
+class Gain(nn.Module):
+    """The attention has a parameter of its own, before its projections, and keyword-only arguments."""
+
+    class Attention(Biased):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, HEADS)
+            self.gain = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor, *more: Tensor, bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            return super().forward(x * self.gain, bias)[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Gain.Attention()
+
+    def forward(self, x: Tensor, bias: Tensor | None, by_name: bool) -> Tensor:
+        return self.attn(x, bias=bias) if by_name else self.attn(x, torch.ones(3, 3, 5, 5))
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_parameters_of_the_attention_itself_keep_their_gradients(tokens: bool, by_name: bool) -> None:
+    """Ranks get different heads of the bias, but the same input."""
+    model, x, bias = Gain().double(), normal(3, 5, WIDTH), normal(3, HEADS, 5, 5)
+    names = ["output", "gradient of x", "gradient of attn.gain"]
+    want = results(copy.deepcopy(model), x, bias, by_name, True)
+
+    def of_rank(group: Any) -> float:
+        own = split(group, model, {**LAYERS, "attn": "local_view(heads, bias[-3])"}, tokens)
+        found = results(own, x, bias, by_name, True)
+        return max(float((found[name] - want[name]).abs().max()) for name in names)
+
+    assert max(VirtualWorld(2).run(of_rank)) <= OFF
+
+
+def refused(word: str, bias: Tensor | None = None) -> None:
     def of_rank(group: Any) -> None:
-        own = fusedtp.parallelize(made(), group, plan={**LAYERS, "attn": word}, prove=False)
-        own(normal(3, 5, WIDTH), bias, True)
+        split(group, made(), {**LAYERS, "attn": word})(normal(3, 5, WIDTH), bias, True)
 
     VirtualWorld(2).run(of_rank)
 
@@ -194,17 +238,26 @@ def split(word: str, bias: Tensor | None = None) -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("local_view(heads, mask[1])", "attn: its forward has no argument mask"),
-        ("local_view(bias[1])", "attn: bias is cut by heads, but no attribute says how many there are"),
+        ("local_view(heads, mask[-3])", "attn: its forward has no argument mask"),
+        ("local_view(bias[-3])", "attn: bias is cut by heads, but no attribute says how many there are"),
+        ("local_view(heads, bias[1])", r"attn: it has no integer attribute bias\[1\]"),
     ],
 )
 def test_words_that_do_not_fit_the_module(word: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        split(word)
+        refused(word)
 
 
-@pytest.mark.parametrize("shape", [(3, 3, 5, 5), (6, 1, 5), (5,), (0, 1, 5)])
-def test_a_bias_of_another_number_of_heads(shape: tuple[int, ...]) -> None:
-    dim = 1 if len(shape) == 4 else 0
-    with pytest.raises(ValueError, match=rf"bias has shape .*; dimension {dim} should be 1 or a multiple of the 4"):
-        split(f"local_view(heads, bias[{dim}])", torch.zeros(shape, dtype=torch.float64))
+@pytest.mark.parametrize(
+    ("how", "shape", "expected"),
+    [
+        ("-3", (3, 3, 5, 5), "1 or 4, for 4 heads"),
+        ("-3", (12, 1, 5), "1 or 4, for 4 heads"),
+        ("-3 per sample", (4, 1, 5), "1 or 12, for 3 samples x 4 heads"),
+        ("-3 per sample", (2, 1, 5), "1 or 12, for 3 samples x 4 heads"),
+        ("-3 per sample", (0, 1, 5), "1 or 12, for 3 samples x 4 heads"),
+    ],
+)
+def test_a_bias_of_another_number_of_heads(how: str, shape: tuple[int, ...], expected: str) -> None:
+    with pytest.raises(ValueError, match=rf"bias has shape .*; dimension -3 should be {expected}"):
+        refused(f"local_view(heads, bias[{how}])", torch.zeros(shape, dtype=torch.float64))

@@ -268,6 +268,12 @@ def test_trials_run_functions_that_a_model_holds_on_their_copy():
         assert "Shard" in placements["up.weight"] and "Replicate" in placements["wte.weight"]
 
 
+def test_a_bias_that_layers_pass_on_is_not_divided_among_as_many_ranks_as_heads():
+    """One head may be common to all ranks or this rank's: its gradient would have to be guessed."""
+    assert infer(planless.SharedBias(4), 4).plan == {}
+    assert "h.*.q" in infer(planless.SharedBias(4), 2).plan
+
+
 def test_what_inner_modules_and_parameters_know_of_heads_is_divided():
     plan = plan_of("heads_beside")
     assert plan["h.*.by_heads"] == "local_view(h)" and plan["h.*.core"] == "local_view(num_attention_heads)"
@@ -284,14 +290,118 @@ def test_what_a_trial_does_not_use_is_not_divided():
 
 def test_a_bias_of_all_heads_is_divided_where_it_comes_from_and_where_it_is_passed():
     plan = plan_of("shared_bias")
-    assert plan["h.*"] == "local_view(heads, bias[1])" and plan["h.*.table.weight"] == "rowwise"
+    assert plan["h.*"] == "local_view(heads, bias[-3])" and plan["h.*.table.weight"] == "rowwise"
     plan = plan_of("alibi")
-    assert plan["h.*"] == "local_view(heads, bias[0])"
+    assert plan["h.*"] == "local_view(heads, bias[-3 per sample])"
     plan = plan_of("biased")
     assert plan["h.*.attn"] == "local_view(heads)" and plan["h.*.attn.relative.rows"] == "rowwise"
     assert plan["h.*.attn.common"] == "replicated_with_grad_allreduce"
     said = str(fusedtp.VirtualWorld(2).run(lambda group: explained(group, planless.Alibi))[0])
     assert "changed to local values in h.0: heads 4 -> 2, its heads of bias" in said
+
+
+@pytest.mark.parametrize(
+    ("samples", "word"),
+    [
+        (1, "local_view(heads, bias[-3])"),  # whether more samples come before heads or after is not known
+        (3, "local_view(heads, bias[-3 per sample])"),
+        (planless.HEADS, "local_view(heads, bias[-3 per sample])"),
+    ],
+)
+def test_an_example_says_whether_a_dimension_is_of_samples_too(samples: int, word: str):
+    example = {"ids": ids().repeat(2, 1)[:samples]}
+    assert infer(planless.Alibi(), 2, True, example).plan["h.*"] == word
+
+
+class HeadsFirst(planless.Alibi):
+    """Its bias is of heads x samples."""
+
+    class Layer(planless.Biased):
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+            y, _ = super().forward(x, bias.view(self.heads, -1, *bias.shape[1:]).transpose(0, 1))
+            assert isinstance(y, Tensor)
+            return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(HeadsFirst.Layer(32, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids)
+        slopes = torch.arange(1.0, 5)[:, None, None] * torch.arange(x.shape[1])
+        for block in self.h:
+            x = x + block(x, slopes.repeat_interleave(len(x), 0))
+        return self.lm_head(x)
+
+
+def test_a_bias_of_heads_x_samples_is_not_taken_for_one_of_samples_x_heads():
+    plan, whole = infer(HeadsFirst(), 2)
+    assert not plan and "h.*.q" in whole
+
+    def of_rank(group: Any) -> None:
+        split: Any = fusedtp.parallelize(HeadsFirst(), group, example={"ids": ids()[:1]})
+        split(ids()[:1])
+        split(ids())
+
+    with pytest.raises(ValueError, match=r"bias has shape .*; dimension -3 should be 1 or 4, for 4 heads"):
+        fusedtp.VirtualWorld(2).run(of_rank)
+
+
+class Masked(planless.SharedBias):
+    """Every layer gets a mask [B, 1, S, S] too, and by a name that is not in its signature, all heads' of it."""
+
+    class Layer(planless.Biased):
+        def forward(self, x: Tensor, mask: Tensor, bias: Tensor | None = None, **more: Any) -> Any:  # type: ignore[override]
+            every = self.table(planless.distances(x)).permute(2, 0, 1)[None] if bias is None and self.table else bias
+            y, _ = super().forward(x, mask + every)
+            return y, every
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Masked.Layer(32, 4, table=i == 0) for i in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, bias = self.wte(ids), None
+        mask = torch.zeros(len(ids), 1, 5, 5, dtype=x.dtype).masked_fill(ids[:, None, None] == 3, -1e4)
+        for block in self.h:
+            y, bias = block(x, mask, bias=bias, unused=mask.expand(-1, 4, -1, -1))
+            x = x + y
+        return self.lm_head(x)
+
+
+@pytest.mark.parametrize("samples", [2, 4])
+def test_other_arguments_stay_whole(samples: int):
+    """Also if there are as many samples as heads."""
+    example = {"ids": ids().repeat(2, 1)[:samples]}
+    plan = infer(Masked(), 2, True, example).plan
+    assert plan["h.*"] == "local_view(heads, bias[-3])"
+
+
+class Reshaped(planless.Biased):
+    """The width is the length of a reshape in the layer with a table; in others its root is a scale."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.width = self.q.out_features
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Any:
+        if self.table is None:
+            return super().forward(x, bias, self.width**-0.5)
+        y = self.q(x)
+        assert y.reshape(*x.shape[:2], self.width).shape == y.shape
+        return super().forward(x, bias)
+
+
+class Different(planless.SharedBias):
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Reshaped(32, 4, table=i == 0) for i in range(2))
+
+
+def test_layers_that_divide_different_attributes_keep_their_own_words(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fusedtp.parallel.infer.LARGEST_MODEL", 0)  # so that the whole model is not tried
+    plan = infer(Different(), 2, True, {"ids": ids()}).plan
+    assert plan["h.0"] == "local_view(heads, width)" and plan["h.1"] == "local_view(heads, bias[-3])"
 
 
 ALL_HEADS = {"0": "norm_of_all_heads"}

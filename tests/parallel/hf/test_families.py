@@ -24,7 +24,7 @@ from tests.harness import world
 from tests.parallel.support import tp_mesh
 
 from . import parity
-from .families import LARGE, class_of, families, model_of, towers
+from .families import LARGE, UNPLANNED, class_of, families, model_of, towers
 
 ALL = os.environ.get("FUSEDTP_ALL_MODELS") == "1"
 # Families that differ in kind: scaled and tied embeddings, packed and gated attention, norms per head and over all
@@ -53,10 +53,15 @@ NO_DEFAULT = {
 NO_LINEAR_SPLIT = {"nemotron_h"}  # its plan names only its embedding and its experts
 
 
-def check(name: str, world_size: int, **options: Any) -> dict[str, Any]:
-    found = world(world_size, strangers=True).run(parity.compare, name, options, timeout=300)[0]
+def parity_of(name: str, world_size: int, **options: Any) -> dict[str, Any]:
+    found: dict[str, Any] = world(world_size, strangers=True).run(parity.compare, name, options, timeout=300)[0]
     assert found["excess"] <= 1, f"{found['worst']} is off by {found['excess']:.1f} times what roundoff explains"
     assert found.get("generate", True), "other tokens"
+    return found
+
+
+def check(name: str, world_size: int, **options: Any) -> dict[str, Any]:
+    found = parity_of(name, world_size, **options)
     assert name in NOT_ALL_SPLIT or not found["whole"], found["whole"]
     return found
 
@@ -96,6 +101,16 @@ def test_without_sequence_parallelism(name: str):
 @pytest.mark.parametrize("name", chosen() if ALL else ["llama", "qwen3_next", "deepseek_v3", "phi3"])
 def test_on_four_ranks(name: str):
     check(name, 4)
+
+
+REFUSED = {"big_bird", "bitnet", "falcon_mamba", "jetmoe", "mamba", "xlnet", "xmod"}  # docs/models.md says why
+
+
+@pytest.mark.parametrize("name", sorted({*UNPLANNED} - REFUSED) if ALL else ["bloom"])
+def test_families_without_a_plan(name: str):
+    """A small copy of BLOOM is split whole: its attention gets ALiBi for all heads, in one dimension with samples."""
+    found = parity_of(name, 4 if ALL else 2)
+    assert not (found["whole"] and name in ("bloom", "cpmant", "gptj", "mpt"))
 
 
 @pytest.mark.parametrize("name", chosen() if ALL else ["llama", "gemma2", "qwen3_moe"])
