@@ -167,11 +167,11 @@ def _cuts(module: Any, names: tuple[str, ...], given: Inputs) -> list[tuple[str,
     for count in (name for name in names if COUNTS_HEADS.fullmatch(name)):
         heads, found = getattr(module, count), []
         for name, x in tensors[1:]:
-            length = x.shape[-3] if x.dim() > 2 else 0
-            if x.dim() == 3 and length == samples * heads and samples > 1:
-                found.append(f"{name}[-3 per sample]")
-            elif length == heads and (x.dim() > 3 or length != samples):
-                found.append(f"{name}[-3]")
+            at, length = (x.dim() - 3, x.shape[-3]) if x.dim() > 2 else (0, 0)
+            if at == 0 and length == samples * heads and samples > 1:
+                found.append(f"{name}[0 of 3 per sample]")
+            elif length == heads and (at > 0 or length != samples):
+                found.append(f"{name}[{at} of {x.dim()}]")
         if found:
             some = [tuple(found), *((each,) for each in found if len(found) > 1)]
             return [tuple(dict.fromkeys((count, *names, *each))) for each in some]

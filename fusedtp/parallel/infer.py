@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from types import CodeType
@@ -135,7 +135,7 @@ class Search:
         inputs: Mapping[Hashable, Inputs] | None = None,
     ) -> None:
         self.inputs = dict(inputs or {})
-        self.real_model = real
+        self.small = model is not real  # names of its layers mean nothing in the model
         self.real = {generic(name): module for name, module in real.named_modules()}
         self.model, self.world_size, self.sequence_parallel = model, world_size, sequence_parallel
         self.named: dict[str, Any] = dict(model.named_modules())
@@ -157,12 +157,13 @@ class Search:
                 if name not in self.words:
                     self._as_rows(seen, copied, name, x)
         self._join_views()
-        if self.model is not self.real_model:
-            self._drop_uneven()
+        self._drop_uneven()
         if whole is not None:
             self._conclude(whole)
         if not self.concluded:
+            self._drop_handed_on()
             self._drop_shared()
+            self._drop_uneven()
 
     # --- observe ---------------------------------------------------------------------------------------------
 
@@ -321,8 +322,8 @@ class Search:
         given = {**within, "": seen.inputs[unit]}
         for words in candidates(module, columns, rows, taken, wide, ran | within.keys(), given):
             fault = trial.verdict({**taken, **words})
-            while fault and (partial := _partial(fault, {**taken, **words}, module)):
-                words = {**words, partial: "replicated_with_grad_allreduce"}
+            while fault and (at := _partial(fault, {**taken, **words}, module)):
+                words = {**words, at: "replicated_with_grad_allreduce"}
                 fault = trial.verdict({**taken, **words})
             if not fault:
                 return Verdict(words)
@@ -368,12 +369,13 @@ class Search:
         for name, word in sorted(self.words.items(), key=lambda each: not ARGUMENT.search(each[1])):
             views.setdefault(_view(name, word), {}).update(dict.fromkeys(names_in(word)))
         for unit in self.units:
+            now = {name: self.words[name] for name in unit.words}  # a later unit may have added to a word
             joined = {
                 name: local_view(tuple(views[_view(name, word)]))
-                for name, word in unit.words.items()
-                if names_in(word) and all(_takes(self.named[name], each) for each in views[_view(name, word)])
+                for name, word in now.items()
+                if names_in(word) and _takes(self.named[name], views[_view(name, word)])
             }
-            if any(unit.words[name] != word for name, word in joined.items()):
+            if any(now[name] != word for name, word in joined.items()):
                 trial = self._trial(unit.seen, unit.copied, unit.name)
                 within = {**self._taken(unit.name), **{_within(unit.name, name): word for name, word in joined.items()}}
                 if isinstance(trial, Trial) and not trial.verdict(within):
@@ -381,7 +383,12 @@ class Search:
                     self.words.update(joined)
 
     def _drop_uneven(self) -> None:
-        """Leave units whole that differ between layers of one kind: no pattern could describe them in the model."""
+        """For a plan from a small copy: leave units whole that differ between layers of one kind.
+
+        Patterns could not describe them in the model.
+        """
+        if not self.small:
+            return
         patterns = self._patterns()
         for found in self._kinds():
             if not all(patterns[name] for name in found):
@@ -405,14 +412,13 @@ class Search:
     def _kinds(self) -> list[dict[str, str]]:
         """Words of units of one kind, together: with equal names but for numbers.
 
-        In a plan from a small copy, units are of one kind even if they share only some names: no pattern tells them
-        apart in the model.
+        In a plan from a small copy, units are of one kind even if they share only some layers or parameters: no pattern
+        tells them apart in the model.
         """
-        small = self.model is not self.real_model
         kinds: list[tuple[set[str], dict[str, str]]] = []
         for unit in self.units:
-            patterns = set(map(generic, unit.words))
-            same = [each for each in kinds if each[0] == patterns or (small and each[0] & patterns)]
+            patterns = {generic(name) for name, word in unit.words.items() if not _of_code(word)}
+            same = [each for each in kinds if each[0] == patterns or (self.small and each[0] & patterns)]
             kinds = [each for each in kinds if each not in same]
             words = {name: word for _, each in same for name, word in each.items()} | unit.words
             kinds.append((patterns.union(*(each for each, _ in same)), words))
@@ -447,6 +453,23 @@ class Search:
                 self.words.update(tried)
                 break
 
+    def _drop_handed_on(self) -> None:
+        """Without a trial of the whole model, leave units whole that may hand heads on to others.
+
+        They get an argument cut, and return something else with a dimension of all heads, [..., heads, queries, keys].
+        In the model that has only this rank's, and no trial has seen what others do with it.
+        """
+        for unit in list(self.units):
+            views = {name: names_in(word) for name, word in unit.words.items() if ARGUMENT.search(word)}
+            counts = {getattr(self.named[name], names[0]) for name, names in views.items()}
+            trial = self._trial(unit.seen, unit.copied, unit.name) if counts else ""
+            returned = trial.runs[0].want[1:] if isinstance(trial, Trial) else []
+            if any(x.dim() > 2 and x.shape[-3] in counts for x in returned):
+                why = "without a trial of the whole model it is not known what becomes of the heads that it returns"
+                self.why.update(dict.fromkeys(unit.words, why))
+                self.units.remove(unit)
+        self.words = {name: word for each in self.units for name, word in each.words.items()}
+
     def _drop_shared(self) -> None:
         """Leave a unit whole if some of its parameters are also used outside of all units."""
         names: dict[int, list[str]] = {}
@@ -472,9 +495,9 @@ class Search:
     # --- result ----------------------------------------------------------------------------------------------
 
     def result(self, model: nn.Module) -> Inferred:
-        """Patterns if all modules of a kind have the same style; otherwise names."""
+        """Patterns if all modules of a kind have the same style; otherwise names, unless they are a small copy's."""
         patterns = self._patterns()
-        plan = {patterns[name] or name: word for name, word in self.words.items()}
+        plan = {patterns[name] or name: word for name, word in self.words.items() if patterns[name] or not self.small}
         whole: dict[str, str] = {}
         own = dict(model.named_modules())
         split = {name for name in own if any(matches(pattern, name) for pattern in plan)}
@@ -622,10 +645,15 @@ def _view(name: str, word: str) -> tuple[str, frozenset[str]]:
     return generic(name), frozenset(each for each in names_in(word) if not ARGUMENT.fullmatch(each))
 
 
-def _takes(module: Any, name: str) -> bool:
-    """Whether a local view of the module may list this: for an argument, whether its forward has it."""
-    argument = ARGUMENT.fullmatch(name)
-    return argument is None or argument[1] in parameters_of(module)
+def _of_code(word: str) -> bool:
+    """Whether a word is for the code of a module rather than for its weights."""
+    return bool(names_in(word)) or word == "no_fast_path"
+
+
+def _takes(module: Any, names: Iterable[str]) -> bool:
+    """Whether a local view of the module may list all these: its forward has each argument, none is listed twice."""
+    arguments = [found[1] for name in names if (found := ARGUMENT.fullmatch(name))]
+    return len(set(arguments)) == len(arguments) and parameters_of(module).keys() >= set(arguments)
 
 
 def _of_lists(name: str, named: dict[str, Any]) -> str:

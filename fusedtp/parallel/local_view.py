@@ -2,9 +2,9 @@
 
     local_view(n_head, n_embd)      the module's own forward; attributes n_head and n_embd are divided by world size
     local_view(n_head, input.shape) the same, and its input reports the width of this rank's part
-    local_view(n_head, bias[-3])    the same, and of dimension -3 of its argument `bias`, which has n_head elements, it
-                                    gets those of this rank's heads
-    local_view(n_head, bias[-3 per sample])    the same for a dimension of samples x n_head
+    local_view(n_head, bias[1 of 4])    the same, and of dimension 1 of its argument `bias` with 4 dimensions, which has
+                                    n_head elements, it gets those of this rank's heads
+    local_view(n_head, bias[0 of 3 per sample])    the same for a dimension of samples x n_head
     local_view(h)                   of a Rearrange layer of einops: the length of axis h is divided
     norm_of_all_heads               nn.RMSNorm over the features of all heads, of which each rank has some
     packed_colwise_n, packed_rowwise_n   n matrices in one, as packed_colwise has two
@@ -47,7 +47,7 @@ from .torch_names import METADATA, name_of
 
 INPUT = "input.shape"
 VIEW = re.compile(r"local_view\((.+)\)")
-ARGUMENT = re.compile(r"(\w+)\[(-\d+)( per sample)?\]")
+ARGUMENT = re.compile(r"(\w+)\[(\d+) of (\d+)( per sample)?\]")
 PACKED = re.compile(r"packed_(colwise|rowwise)_([1-9]\d*)")
 
 
@@ -86,7 +86,7 @@ def local_view(names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class HeadsArgument:
-    """An argument of a forward with a dimension `dim`, counted from the end, of all heads.
+    """An argument of a forward, a tensor of `dims` dimensions, of which number `dim` is of all heads.
 
     position    where it is if it is passed without its name; None if it cannot be
     per_sample  the dimension has samples x heads
@@ -97,6 +97,7 @@ class HeadsArgument:
     name: str
     position: int | None
     dim: int
+    dims: int
     per_sample: bool
     heads: int
     first: int
@@ -105,24 +106,25 @@ class HeadsArgument:
     def of_rank(self, x: Any, samples: int, members: str) -> Any:
         """This rank's heads of x; a gradient is summed over ranks.
 
-        A tensor with dimension 1 there, or without the dimension, is common to all heads and passed whole. One that has
-        only this rank's heads already, because a split module made it, is passed as it is, unless per_sample.
+        A tensor with length 1 there, or with another number of dimensions, is common to all heads and passed whole. One
+        that has only this rank's heads already, because a split module made it, is passed as it is.
         Raises ValueError for any other length, and if one head may be common to all or this rank's.
         """
         if not isinstance(x, Tensor):
             return x
         x = x.full_tensor(self.name) if isinstance(x, TokenShard) else x
-        there = -self.dim <= x.dim()
-        length = x.shape[self.dim] if there else 1
-        every = samples * self.heads if self.per_sample else self.heads
         learned = x.requires_grad and torch.is_grad_enabled()
-        if length == self.own and not self.per_sample and length != every:
+        if x.dim() != self.dims:
+            return copy_to_group(x, members) if learned else x
+        each = samples if self.per_sample else 1
+        length, every, mine = x.shape[self.dim], each * self.heads, each * self.own
+        if length == mine != every:
             if length > 1:
                 return x
-            if learned and there:
+            if learned:
                 raise ValueError(
                     f"{self.name} has shape {tuple(x.shape)} and a gradient: with as many ranks as heads, its one head "
-                    "may be common to all or this rank's; use fewer ranks, or leave this module out of the plan"
+                    "may be common to all or this rank's; use fewer ranks, or leave this attention and its layers whole"
                 )
         if length not in (1, every):
             raise ValueError(
@@ -132,9 +134,8 @@ class HeadsArgument:
         x = copy_to_group(x, members) if learned else x
         if length != every:
             return x
-        each = x.unflatten(self.dim, (every // self.heads, self.heads))
-        at = self.dim + x.dim()
-        return each.narrow(at + 1, self.first, self.own).flatten(at, at + 1)
+        at = self.dim
+        return x.unflatten(at, (each, self.heads)).narrow(at + 1, self.first, self.own).flatten(at, at + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +145,13 @@ class LocalOwn(Own):
     attributes   name -> the global value; the module's own attribute is this value divided by world size
     narrow       its input reports the width of this rank's part
     arguments    arguments with a dimension of all heads, of which it gets this rank's
+    names        of all its arguments, in order
     """
 
     attributes: Mapping[str, int] = field(default_factory=dict)
     narrow: bool = False
     arguments: tuple[HeadsArgument, ...] = ()
+    names: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """n_head 4 -> 2, ..."""
@@ -160,14 +163,25 @@ class LocalOwn(Own):
         if not self.arguments and not self.narrow:
             return args, kwargs
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        first = next(place for place, x in given.items() if isinstance(x, Tensor))
+        places = (*range(len(args)), *self.names, *kwargs)
+        first = next((place for place in places if isinstance(given.get(place), Tensor)), None)
+        if first is None:
+            return args, kwargs
+        samples = given[first].shape[0] if given[first].dim() else 1
         for each in self.arguments:
             place = each.name if each.name in kwargs else each.position
             if place in given:
-                given[place] = each.of_rank(given[place], given[first].shape[0], self.members)
+                given[place] = each.of_rank(given[place], samples, self.members)
         if self.narrow:
             given[first] = NarrowInput.of(given[first], self.world_size)
         return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
+
+    def look(self, module: Any, inputs: Any) -> None:
+        """As Own.look. Arguments with heads tell nothing: a split module may have made them of this rank's heads."""
+        args, kwargs = inputs
+        cut = {each.name for each in self.arguments} | {each.position for each in self.arguments}
+        kept = [x for i, x in enumerate(args) if i not in cut], {key: x for key, x in kwargs.items() if key not in cut}
+        super().look(module, kept)
 
 
 class LocalView(Foreign):
@@ -177,7 +191,7 @@ class LocalView(Foreign):
         super().__init__(model, **options)
         self.narrow = INPUT in attributes
         found = [match for name in attributes if (match := ARGUMENT.fullmatch(name))]
-        self.arguments = {match[1]: (int(match[2]), bool(match[3])) for match in found}
+        self.arguments = [(match[1], int(match[2]), int(match[3]), bool(match[4])) for match in found]
         self.attributes = tuple(name for name in attributes if name != INPUT and not ARGUMENT.fullmatch(name))
 
     def faults(self, module: Any, world_size: int) -> list[str]:
@@ -185,25 +199,31 @@ class LocalView(Foreign):
         for name in self.attributes:
             value = lengths(module).get(name)
             if type(value) is not int:
-                found.append(f"it has no integer attribute {name}")
+                of = ", or argument with a dimension, as bias[1 of 4]" if "[" in name else ""
+                found.append(f"it has no integer attribute {name}{of}")
             elif value % world_size:
                 found.append(f"{name} is {value}, which {world_size} ranks cannot share evenly")
         takes = parameters_of(module) if self.arguments else {}
-        found += [f"its forward has no argument {name}" for name in self.arguments if name not in takes]
-        if self.arguments and not self.attributes:
-            found.append(f"{next(iter(self.arguments))} is cut by heads, but no attribute says how many there are")
+        names = [name for name, *_ in self.arguments]
+        found += [f"its forward has no argument {name}" for name in names if name not in takes]
+        found += [f"{name} is listed twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+        found += [f"{name} has no dimension {dim} of {dims}" for name, dim, dims, _ in self.arguments if dim >= dims]
+        if names and not self.attributes:
+            found.append(f"{names[0]} is cut by heads, but no attribute says how many there are")
         return found
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         whole = {name: lengths(module)[name] for name in self.attributes}
-        takes = parameters_of(module) if self.arguments else {}
+        takes = parameters_of(module) if self.arguments or self.narrow else {}
         heads = next(iter(whole.values()), 0)
         own_heads = heads // comm.world_size
         cut = tuple(
-            HeadsArgument(name, takes[name], dim, per_sample, heads, comm.rank * own_heads, own_heads)
-            for name, (dim, per_sample) in self.arguments.items()
+            HeadsArgument(name, takes[name], dim, dims, per_sample, heads, comm.rank * own_heads, own_heads)
+            for name, dim, dims, per_sample in self.arguments
         )
-        view = LocalOwn(**self.own(module, comm), attributes=whole, narrow=self.narrow, arguments=cut)
+        view = LocalOwn(
+            **self.own(module, comm), attributes=whole, narrow=self.narrow, arguments=cut, names=tuple(takes)
+        )
         install(module, view, own_forward)
         own = {name: value // comm.world_size for name, value in whole.items()}
         if isinstance(module, Rearrange):

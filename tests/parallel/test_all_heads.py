@@ -95,7 +95,8 @@ def test_equals_one_device(
     bias = None if kind == "none" else normal(*shape_of(kind, batch, length), seed=5)
     model = made()
     want = results(copy.deepcopy(model), x, bias, by_name, learned)
-    plan = {**LAYERS, "attn": f"local_view(heads, bias[{'-3 per sample' if kind == 'samples x heads' else -3}])"}
+    where = {"samples x heads": "0 of 3 per sample", "heads alone": "0 of 3"}.get(kind, "1 of 4")
+    plan = {**LAYERS, "attn": f"local_view(heads, bias[{where}])"}
     if size == HEADS and learned and kind == "one for all heads":
         with pytest.raises(ValueError, match="its one head may be common to all or this rank's"):
             VirtualWorld(size).run(lambda group: split(group, model, plan, tokens)(x, bias.requires_grad_(), by_name))
@@ -140,7 +141,7 @@ class Gated(nn.Module):
 def test_an_argument_computed_from_split_tokens() -> None:
     model, x = Gated().double(), normal(3, 5, WIDTH)
     want = results(copy.deepcopy(model), x, None, False, False)
-    plan = {"attn.v": "colwise", "attn.out": "rowwise", "attn": "local_view(heads, gate[-1])"}
+    plan = {"attn.v": "colwise", "attn.out": "rowwise", "attn": "local_view(heads, gate[2 of 3])"}
 
     def of_rank(group: Any) -> float:
         own = split(group, model, plan)
@@ -173,7 +174,7 @@ def test_heads_that_are_this_rank_s_already() -> None:
     model = Tabled().double()
     x = normal(3, 5, WIDTH)
     want = results(copy.deepcopy(model), x, None, False, False)
-    view = "local_view(heads, bias[-3])"
+    view = "local_view(heads, bias[1 of 4])"
     plan = {f"{at}.{name.removeprefix('attn.')}": word for at in ("first", "second") for name, word in LAYERS.items()}
     plan |= {"first": view, "second": view, "first.table.weight": "rowwise"}
 
@@ -221,9 +222,57 @@ def test_parameters_of_the_attention_itself_keep_their_gradients(tokens: bool, b
     want = results(copy.deepcopy(model), x, bias, by_name, True)
 
     def of_rank(group: Any) -> float:
-        own = split(group, model, {**LAYERS, "attn": "local_view(heads, bias[-3])"}, tokens)
+        own = split(group, model, {**LAYERS, "attn": "local_view(heads, bias[1 of 4])"}, tokens)
         found = results(own, x, bias, by_name, True)
         return max(float((found[name] - want[name]).abs().max()) for name in names)
+
+    assert max(VirtualWorld(2).run(of_rank)) <= OFF
+
+
+def test_inputs_without_tensors_and_by_name() -> None:
+    """The samples are those of the first tensor of the signature, not of the call."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = Biased(WIDTH, HEADS)
+
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+            y = self.attn(bias=bias, x=x)[0]
+            assert isinstance(y, Tensor)
+            return y
+
+    model, x, bias = Named().double(), normal(3, 5, WIDTH), normal(3 * HEADS, 1, 5)
+
+    def of_rank(group: Any) -> float:
+        own = split(group, model, {**LAYERS, "attn": "local_view(heads, bias[0 of 3 per sample])"})
+        with pytest.raises(AttributeError):
+            own.attn([1, 2])
+        return float((own(x, bias) - model(x, bias)).detach().abs().max())
+
+    assert max(VirtualWorld(2).run(of_rank)) <= OFF
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_parameters_of_an_attention_that_gets_this_rank_s_heads(tokens: bool) -> None:
+    class Model(Tabled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second = Gain.Attention()
+
+        def forward(self, x: Tensor, bias: Tensor | None, by_name: bool) -> Tensor:
+            y, bias = self.first(x, bias)
+            return self.second(x + y, bias=bias)
+
+    model, x = Model().double(), normal(3, 5, WIDTH)
+    want = results(copy.deepcopy(model), x, None, False, False)
+    view = "local_view(heads, bias[1 of 4])"
+    plan = {f"{at}.{name.removeprefix('attn.')}": word for at in ("first", "second") for name, word in LAYERS.items()}
+    plan |= {"first": view, "second": view, "first.table.weight": "rowwise"}
+
+    def of_rank(group: Any) -> float:
+        found = results(split(group, model, plan, tokens), x, None, False, False)
+        return float((found["gradient of second.gain"] - want["gradient of second.gain"]).abs().max())
 
     assert max(VirtualWorld(2).run(of_rank)) <= OFF
 
@@ -238,9 +287,14 @@ def refused(word: str, bias: Tensor | None = None) -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("local_view(heads, mask[-3])", "attn: its forward has no argument mask"),
-        ("local_view(bias[-3])", "attn: bias is cut by heads, but no attribute says how many there are"),
-        ("local_view(heads, bias[1])", r"attn: it has no integer attribute bias\[1\]"),
+        ("local_view(heads, mask[1 of 4])", "attn: its forward has no argument mask"),
+        ("local_view(bias[1 of 4])", "attn: bias is cut by heads, but no attribute says how many there are"),
+        (
+            "local_view(heads, bias[1])",
+            r"attn: it has no integer attribute bias\[1\], or argument with a dimension, as",
+        ),
+        ("local_view(heads, bias[4 of 4])", "attn: bias has no dimension 4 of 4"),
+        ("local_view(heads, bias[1 of 4], bias[0 of 3])", "attn: bias is listed twice"),
     ],
 )
 def test_words_that_do_not_fit_the_module(word: str, message: str) -> None:
@@ -251,13 +305,13 @@ def test_words_that_do_not_fit_the_module(word: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("how", "shape", "expected"),
     [
-        ("-3", (3, 3, 5, 5), "1 or 4, for 4 heads"),
-        ("-3", (12, 1, 5), "1 or 4, for 4 heads"),
-        ("-3 per sample", (4, 1, 5), "1 or 12, for 3 samples x 4 heads"),
-        ("-3 per sample", (2, 1, 5), "1 or 12, for 3 samples x 4 heads"),
-        ("-3 per sample", (0, 1, 5), "1 or 12, for 3 samples x 4 heads"),
+        ("1 of 4", (3, 3, 5, 5), "1 or 4, for 4 heads"),
+        ("0 of 3", (12, 1, 5), "1 or 4, for 4 heads"),
+        ("0 of 3 per sample", (4, 1, 5), "1 or 12, for 3 samples x 4 heads"),
+        ("0 of 3 per sample", (2, 1, 5), "1 or 12, for 3 samples x 4 heads"),
+        ("0 of 3 per sample", (0, 1, 5), "1 or 12, for 3 samples x 4 heads"),
     ],
 )
 def test_a_bias_of_another_number_of_heads(how: str, shape: tuple[int, ...], expected: str) -> None:
-    with pytest.raises(ValueError, match=rf"bias has shape .*; dimension -3 should be {expected}"):
+    with pytest.raises(ValueError, match=rf"bias has shape .*; dimension {how[0]} should be {expected}"):
         refused(f"local_view(heads, bias[{how}])", torch.zeros(shape, dtype=torch.float64))

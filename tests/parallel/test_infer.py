@@ -290,9 +290,9 @@ def test_what_a_trial_does_not_use_is_not_divided():
 
 def test_a_bias_of_all_heads_is_divided_where_it_comes_from_and_where_it_is_passed():
     plan = plan_of("shared_bias")
-    assert plan["h.*"] == "local_view(heads, bias[-3])" and plan["h.*.table.weight"] == "rowwise"
+    assert plan["h.*"] == "local_view(heads, bias[1 of 4])" and plan["h.*.table.weight"] == "rowwise"
     plan = plan_of("alibi")
-    assert plan["h.*"] == "local_view(heads, bias[-3 per sample])"
+    assert plan["h.*"] == "local_view(heads, bias[0 of 3 per sample])"
     plan = plan_of("biased")
     assert plan["h.*.attn"] == "local_view(heads)" and plan["h.*.attn.relative.rows"] == "rowwise"
     assert plan["h.*.attn.common"] == "replicated_with_grad_allreduce"
@@ -303,9 +303,9 @@ def test_a_bias_of_all_heads_is_divided_where_it_comes_from_and_where_it_is_pass
 @pytest.mark.parametrize(
     ("samples", "word"),
     [
-        (1, "local_view(heads, bias[-3])"),  # whether more samples come before heads or after is not known
-        (3, "local_view(heads, bias[-3 per sample])"),
-        (planless.HEADS, "local_view(heads, bias[-3 per sample])"),
+        (1, "local_view(heads, bias[0 of 3])"),  # whether more samples come before heads or after is not known
+        (3, "local_view(heads, bias[0 of 3 per sample])"),
+        (planless.HEADS, "local_view(heads, bias[0 of 3 per sample])"),
     ],
 )
 def test_an_example_says_whether_a_dimension_is_of_samples_too(samples: int, word: str):
@@ -343,7 +343,7 @@ def test_a_bias_of_heads_x_samples_is_not_taken_for_one_of_samples_x_heads():
         split(ids()[:1])
         split(ids())
 
-    with pytest.raises(ValueError, match=r"bias has shape .*; dimension -3 should be 1 or 4, for 4 heads"):
+    with pytest.raises(ValueError, match=r"bias has shape .*; dimension 0 should be 1 or 4, for 4 heads"):
         fusedtp.VirtualWorld(2).run(of_rank)
 
 
@@ -374,7 +374,7 @@ def test_other_arguments_stay_whole(samples: int):
     """Also if there are as many samples as heads."""
     example = {"ids": ids().repeat(2, 1)[:samples]}
     plan = infer(Masked(), 2, True, example).plan
-    assert plan["h.*"] == "local_view(heads, bias[-3])"
+    assert plan["h.*"] == "local_view(heads, bias[1 of 4])"
 
 
 class Reshaped(planless.Biased):
@@ -398,10 +398,41 @@ class Different(planless.SharedBias):
         self.h = nn.ModuleList(Reshaped(32, 4, table=i == 0) for i in range(2))
 
 
-def test_layers_that_divide_different_attributes_keep_their_own_words(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusedtp.parallel.infer.LARGEST_MODEL", 0)  # so that the whole model is not tried
+def test_layers_that_divide_different_attributes_keep_their_own_words():
     plan = infer(Different(), 2, True, {"ids": ids()}).plan
-    assert plan["h.0"] == "local_view(heads, width)" and plan["h.1"] == "local_view(heads, bias[-3])"
+    assert plan["h.0"] == "local_view(heads, width)" and plan["h.1"] == "local_view(heads, bias[1 of 4])"
+
+
+class Flat(nn.Module):
+    """Attention and an MLP in one module, each of which needs attributes of it divided."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.hidden = heads, 48
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.up, self.down = nn.Linear(dim, self.hidden), nn.Linear(self.hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        x = x + self.o(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return x + self.down(self.up(x).sin().reshape(*x.shape[:2], self.hidden))
+
+
+def test_a_module_with_two_units_has_the_attributes_of_both_divided():
+    assert infer(planless.Chain(Flat), 2).plan["h.*"] == "local_view(heads, hidden)"
+
+
+class Masking(planless.SharedBias):
+    """Its output is not finite, so that no trial of the whole model is possible."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).masked_fill(torch.arange(50) == 7, -torch.inf)
+
+
+def test_heads_are_not_handed_on_without_a_trial_of_the_whole_model():
+    plan, whole = infer(Masking(), 2)
+    assert plan == {} and "what becomes of the heads that it returns" in whole["h.*.q"]
+    assert infer(Masking(), 2, True, {"ids": ids()}).plan == {}
 
 
 ALL_HEADS = {"0": "norm_of_all_heads"}
@@ -525,6 +556,23 @@ def test_a_layer_that_a_small_copy_lacks_is_tried():
         f"layers.{i}.{end}" for i in range(3) for end in ("up", "down")
     }
     assert "layers.3.up" in whole
+
+
+class Tied(OwnModel):
+    """A weight of the first layer is also used outside of it, and the whole model has no output to compare."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(OwnMlp(False) for _ in range(config.num_hidden_layers))
+        self.other = nn.Linear(32, 48)
+        self.other.weight = self.layers[0].up.weight
+
+    def forward(self, input_ids: Tensor, **_: Any) -> str:
+        return str(self.other(super().forward(input_ids)))
+
+
+def test_names_of_layers_of_a_small_copy_are_not_in_a_plan():
+    assert infer(Tied(OwnConfig()), 2).plan == {}
 
 
 class MixedHeads(planless.Biased):
