@@ -104,7 +104,10 @@ class HeadsArgument:
     own: int
 
     def of_rank(self, x: Any, samples: int, members: str) -> Any:
-        """This rank's heads of x; a gradient is summed over ranks.
+        """This rank's heads of x [..., heads or samples x heads, ...]; a gradient is summed over ranks.
+
+        samples   number of samples in this call
+        members   name of the communicator
 
         A tensor with length 1 there, or with another number of dimensions, is common to all heads and passed whole. One
         that has only this rank's heads already, because a split module made it, is passed as it is.
@@ -178,10 +181,12 @@ class LocalOwn(Own):
 
     def look(self, module: Any, inputs: Any) -> None:
         """As Own.look. Arguments with heads tell nothing: a split module may have made them of this rank's heads."""
+        if not self.arguments:
+            return super().look(module, inputs)
         args, kwargs = inputs
         cut = {each.name for each in self.arguments} | {each.position for each in self.arguments}
         kept = [x for i, x in enumerate(args) if i not in cut], {key: x for key, x in kwargs.items() if key not in cut}
-        super().look(module, kept)
+        return super().look(module, kept)
 
 
 class LocalView(Foreign):
