@@ -1,4 +1,4 @@
-"""Settings for all tests: hypothesis profiles, skipping `gpu` tests without a GPU, and scheduling under `-n`."""
+"""Settings for all tests: hypothesis profiles, CI's part, skipping `gpu` tests without a GPU, scheduling under `-n`."""
 
 import os
 from collections.abc import Generator
@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 
 from tests.harness import collecting
+from tests.sampling import PARTS, of_part
 
 # No deadline: the first example of a law pays for starting worker processes. CI draws the same examples every time.
 settings.register_profile("dev", deadline=None)
@@ -18,6 +19,20 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 GPU_TESTS = ("tests/gpu/", "tests/nn/test_gpu.py")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        type=int,
+        metavar="N",
+        help=f"of the slow tests that no row of tests/faults names, run one in {PARTS}: part N modulo {PARTS}",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    part = config.getoption("--part")
+    return None if part is None else f"part {part % PARTS} of the {PARTS} parts of slow tests that no fault names"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,7 +51,10 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` on a machine without one; under `-n`, run files with `slow` tests first."""
+    """Drop what is not in CI's part, skip `gpu` tests without a GPU; under `-n`, run files with `slow` tests first."""
+    if (part := config.getoption("--part")) is not None:
+        items[:], left = of_part(items, part)
+        config.hook.pytest_deselected(items=left)
     if hasattr(config, "workerinput"):
         # otherwise one process would finish minutes after the others
         slow = {item.path for item in items if item.get_closest_marker("slow")}

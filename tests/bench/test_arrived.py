@@ -99,6 +99,7 @@ def cases(group: Any) -> list[Row]:
     return [row for operation in BOTH for row in fused.measure(rank, small(operation))]
 
 
+@pytest.mark.slow
 def test_rows_of_the_suites_have_the_ratio_of_the_medians() -> None:
     rows = world(2).run(cases, timeout=120)[0]
     for operation in BOTH:

@@ -48,6 +48,7 @@ def _gloo_and_ours(rank: int) -> list[tuple[str, Tensor, Tensor]]:
     return out
 
 
+@pytest.mark.slow
 def test_gloo_and_ours_compute_the_same() -> None:
     compared = run_ranks(_gloo_and_ours, 2)
     assert len(compared) == 4 * (1 + 2)
@@ -69,6 +70,7 @@ def _slow_on_rank_one(rank: int) -> tuple[dict[str, list[float]], list[str]]:
     return times, order
 
 
+@pytest.mark.slow
 def test_a_sample_takes_as_long_as_the_slowest_rank_and_ways_alternate() -> None:
     times, order = run_ranks(_slow_on_rank_one, 2)
     assert len(times["a"]) == len(times["b"]) == LEAST
@@ -103,6 +105,7 @@ def test_overlap_counts_matmuls_before_the_last_shard_arrived(tmp_path: Path) ->
     assert (tmp_path / "t.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_the_training_steps_compute_the_same_and_are_timed() -> None:
     shape = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 160, "num_hidden_layers": 2}
     found = run(Plan(), 2, measure_step, "float32", "chunked", 0.0, 256, shape)
@@ -121,6 +124,7 @@ def test_a_machine_names_its_folder() -> None:
     assert slug({"cpu": "AMD EPYC (x)", "capability": "AVX512", "cores": 2}) == "amd-epyc-x-avx512-2-cores"
 
 
+@pytest.mark.slow
 def test_host_time_of_every_call_and_pass_is_measured(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("triton")
     if c_compiler() is None:  # without a C compiler Triton cannot build its launcher

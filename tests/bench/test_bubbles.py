@@ -51,6 +51,7 @@ def order(name: str, ranks: int, microbatches: int) -> dict[int, list[Together]]
     return (single if name in SINGLE else of_torch)(name, ranks, microbatches)
 
 
+@pytest.mark.slow
 @given(f=SECONDS, i=SECONDS, w=SECONDS, ranks=st.integers(1, 5), rounds=st.integers(1, 3))
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "looped_bfs"])
 def test_idle_is_that_of_the_formula_whatever_passes_cost(

@@ -20,6 +20,7 @@ from tests.ops.tables import tables_in
 CPU = measured.kind_of(torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_a_table_is_measured_kept_and_read(tmp_path: Path, capsys):
     argv = [
         "--device",

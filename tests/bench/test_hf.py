@@ -39,6 +39,7 @@ def test_all_ways_of_a_llama_make_the_same_loss_and_are_timed(tmp_path: Path):
     assert {way: spread["samples"] for way, spread in found["seconds"].items()} == dict.fromkeys(hf.WAYS, LEAST)
 
 
+@pytest.mark.slow
 def test_what_has_no_counterpart_of_a_mixture_says_why(tmp_path: Path):
     found = measured("mixtral", tmp_path)
     assert set(found["seconds"]) == {"stock", "ours", "ceiling"}
@@ -57,6 +58,7 @@ def _shards(rank: Rank) -> dict[str, dict[str, tuple[Tensor, Tensor]]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_ceiling_holds_the_shards_of_ours():
     for kind, shards in run(Plan(), 2, _shards).items():
         assert shards, kind

@@ -179,6 +179,7 @@ sys.exit(main(["bench", "matmul", "--smoke", *cpu, "--out", sys.argv[1]])
 """
 
 
+@pytest.mark.slow
 def test_a_bare_box_gets_json_and_plain_text(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     done = subprocess.run(

@@ -7,6 +7,7 @@ import pytest
 from fusedtp.bench import machine, sim
 
 
+@pytest.mark.slow
 def test_a_kernel_is_compiled_and_run_in_every_way(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(machine, "folder_of", lambda about, save: tmp_path)
     words = ["--kernels", "moe_dispatch", "--world-size", "2", "--rounds", "1", "--schedules", "2"]

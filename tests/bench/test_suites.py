@@ -42,6 +42,7 @@ def rows_of(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for result in results.values() for row in result["rows"]]
 
 
+@pytest.mark.slow
 def test_a_result_says_where_and_with_what(results: dict[str, dict[str, Any]]) -> None:
     for result in results.values():
         assert (result["format"], result["complete"], result["failures"]) == (FORMAT, True, 0)

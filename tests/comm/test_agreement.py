@@ -170,6 +170,7 @@ assert gathered(second) == [0, 1] and gathered(name) == [0, 1]
 """
 
 
+@pytest.mark.slow
 def test_a_group_that_takes_a_destroyed_one_s_name_has_memory_of_its_own(tmp_path):
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     arguments = [str(tmp_path / "first"), str(tmp_path / "second")]

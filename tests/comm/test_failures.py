@@ -107,6 +107,7 @@ def time_out_and_try_again(group, role: str) -> tuple[float, str, str]:
     return seconds, f"{type(first.value).__name__}: {first.value}", type(second.value).__name__
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_named_within_the_timeout_and_the_group_is_not_used_again():
     outcomes = world(2).run(time_out_and_try_again, PerRank(["well", "late"]), fresh=True)
     seconds, message, again = outcomes[0]
@@ -125,6 +126,7 @@ def call_and_check(group) -> None:
     check(group)
 
 
+@pytest.mark.slow
 def test_set_timeout_refuses_nothing_and_less():
     for seconds in (0, -1.0, float("nan")):
         assert world(2).outcomes(call_with_timeout, "well", seconds)[0].is_a("ValueError")

@@ -141,6 +141,7 @@ print("alive" if group() else "gone")
 """
 
 
+@pytest.mark.slow
 def test_the_default_group_is_gone_when_it_is_destroyed(tmp_path):
     """Its threads are gone too: a thread that frees a tensor after the interpreter has exited aborts the process."""
     command = [sys.executable, "-c", DESTROYS_THE_DEFAULT_GROUP, str(tmp_path / "store")]

@@ -38,6 +38,7 @@ def many_calls_that_do_not(group, seed: int, calls: int) -> list[int]:
     return many_calls(group, seed, calls, 0.003)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_calls_of_changing_shape_with_ranks_at_different_speeds(size):
     outcomes = world(size).run(many_calls_that_meet, size, 40, fresh=True)

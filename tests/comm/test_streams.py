@@ -129,6 +129,7 @@ def calls_of_groups(fake: Cuda, calls: list[tuple[int, int]]) -> list[set[int]]:
         return VirtualWorld(2, timeout_s=20.0).run(body)
 
 
+@pytest.mark.slow
 @given(OF_GROUPS)
 def test_calls_of_all_groups_of_a_rank_follow_each_other_and_no_rank_s_calls_follow_another_s(calls):
     """Otherwise ranks could run kernels of two groups in different orders, each waiting for the one without room."""

@@ -71,6 +71,7 @@ def test_a_backward_outside_of_a_run_says_where_it_belongs():
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fails", "error"), [(raises_between_calls, KeyError), (leaves_early, PeerDied), (comes_late, SignalTimeout)]
 )

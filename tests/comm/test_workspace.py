@@ -66,6 +66,7 @@ def _buffer_of_slot_0(buffer):
     return first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_calls_of_changing_shape_with_ranks_at_different_speeds(size):
     assert world(size).run(many_calls, size, 100, 0.003, fresh=True) == [[]] * size

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +94,10 @@ def _exists(test: str) -> bool:
     path = ROOT / file
     if not name or not path.is_file():
         return False
-    wanted = name.partition("[")[0].rpartition("::")[2]
-    return any(
-        isinstance(node, ast.FunctionDef) and node.name == wanted for node in ast.walk(ast.parse(path.read_text()))
-    )
+    return name.partition("[")[0].rpartition("::")[2] in _functions(path)
+
+
+@cache
+def _functions(path: Path) -> set[str]:
+    """The functions and methods of a file; a run's tests do not change them."""
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}

@@ -57,6 +57,7 @@ def test_a_row_is_good_only_if_every_test_passes_without_the_fault_and_fails_wit
     assert judge(row, both(passed, failed), {"a": failed}) == ("found\nfailed WITHOUT the fault", False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "verdict"), [("pass", "passed"), ("assert 0", "failed"), ("pytest.skip('no')", "skipped")]
 )
@@ -74,6 +75,7 @@ def test_it():
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_is_ended_with_its_children(tmp_path):
     (tmp_path / "test_it.py").write_text(HANGS)
     for seconds in (5, 20, 80):  # on a busy machine the test may not have started before it is ended

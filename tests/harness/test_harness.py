@@ -82,6 +82,7 @@ def test_dead_and_hanging_workers_are_replaced_and_gone():
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_driver():
     script = (
         "from tests.harness import World\n"
@@ -113,6 +114,7 @@ def test_a_failure_is_not_mistaken_for_a_result():
     assert caught.value.outcomes[0] == "fine" and isinstance(caught.value.outcomes[1], Failure)
 
 
+@pytest.mark.slow
 def test_a_warm_python_runs_and_ends_as_a_cold_one(tmp_path):
     """Arguments, environment, folder and files are the client's, and it ends the same way: an exit code or a signal."""
     (tmp_path / "where.py").write_text(

@@ -74,6 +74,7 @@ for quicker in twice:
 """
 
 
+@pytest.mark.slow
 def test_every_operation_on_numbers_gives_the_same_as_without(tmp_path):
     script = tmp_path / "both_ways.py"  # the interpreter reads a kernel's source from a file
     script.write_text(BOTH_WAYS)

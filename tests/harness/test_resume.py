@@ -60,6 +60,7 @@ def run(folder: Path, commit: str, *options: str, **environment: str) -> tuple[i
     return done.returncode, "".join(sorted(ran.read_text())) if options else ran.read_text()
 
 
+@pytest.mark.slow
 def test_only_what_has_not_passed_runs_again(tmp_path):
     (tmp_path / "test_it.py").write_text(TESTS)
     assert run(tmp_path, "one", FAILS="b") == (1, "abc")
@@ -71,6 +72,7 @@ def test_only_what_has_not_passed_runs_again(tmp_path):
     assert run(tmp_path, "") == (0, "abc") and run(tmp_path, "") == (0, "abc")  # without a commit, all run again
 
 
+@pytest.mark.slow
 def test_several_processes_go_on_together(tmp_path):
     pytest.importorskip("xdist")
     (tmp_path / "test_it.py").write_text(TESTS)

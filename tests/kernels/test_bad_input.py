@@ -6,6 +6,7 @@ OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_g
 SMALL = dict(block_m=16, block_n=16, block_k=16, group=2, send_programs=2, other_programs=3, chunk=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_no_rows_and_no_columns(worlds, op):
     """T = 0, K = 0, N = 0 and all of them; K = 0 leaves the bias. Rank 1 sends by copies where there are any."""
@@ -15,6 +16,7 @@ def test_no_rows_and_no_columns(worlds, op):
     worlds.check(2, *[{**some, **each} for each in (*nothing, last, dict(sizes=(5, 20)))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_addresses_and_strides_that_vectors_cannot_take(worlds, op):
     """x, weights and gradients that start off a multiple of 16 bytes, with odd strides and strides of 0."""

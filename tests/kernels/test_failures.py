@@ -7,6 +7,7 @@ NOBODY = -1
 ARRIVAL = -1  # instead of a chunk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op, in_one", [(op, False) for op in OPS] + [("matmul_all_reduce", True)])
 def test_a_missing_peer_is_named_in_time(worlds, op, in_one):
     replies, later = worlds.fail(3, dict(op=op, sizes=(5, 0, 9), in_one=in_one, absent=1, other=NOBODY))
@@ -24,6 +25,7 @@ def test_nothing_is_published_after_a_failure(worlds):
     assert all(reply["highest_flag"] == 0 for reply in later)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_another_signature_is_named(worlds, op):
     replies, _ = worlds.fail(3, dict(op=op, sizes=(5, 0, 9), absent=NOBODY, other=1, sig=-5))

@@ -51,6 +51,7 @@ def calls(draw, world: int) -> dict:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_equals_the_formula(worlds, data):
@@ -59,12 +60,14 @@ def test_equals_the_formula(worlds, data):
     worlds.check(world, *data.draw(st.lists(calls(world), min_size=1, max_size=4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [*OPS, "all_gather_gated_matmul"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_several_tiles_and_tails_on_every_axis(worlds, op, dtype):
     worlds.check(2, dict(op=op, dtype=dtype, sizes=(40, 33), k=37, widths=(40, 17), biased=(0,), config=SMALL))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_few_rows(worlds, op, dtype):
@@ -83,6 +86,7 @@ def test_few_rows(worlds, op, dtype):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", GATHERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_few_rows_come_together(worlds, op, dtype):
@@ -172,6 +176,7 @@ def test_fewer_flags_than_tiles(worlds, op):
     worlds.check(2, *[dict(op=op, sizes=(130, 70), widths=(70,), flags=8, in_one=i < 1) for i in range(2)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [*GATHERS, "all_gather_wgrad"])
 def test_copies_bring_what_programs_would(worlds, op):
     """Copies on all ranks, on one, on none; in pieces of several chunks and of one row; before and after other

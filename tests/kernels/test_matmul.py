@@ -5,6 +5,7 @@ import pytest
 SMALL = dict(block_m=16, block_n=16, block_k=16, group=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
 def test_plain_matmul_equals_the_formula(worlds, dtype, layout):

@@ -21,12 +21,14 @@ def said(dtype: str, **variables: str) -> str:
     return (done.stderr.strip().splitlines() or [""])[-1]
 
 
+@pytest.mark.slow
 def test_cpu_tensors_without_the_interpreter():
     pytest.importorskip("triton")
     line = said("torch.float32")
     assert line.startswith("RuntimeError") and "TRITON_INTERPRET=1 before triton is imported" in line
 
 
+@pytest.mark.slow
 def test_fp64():
     pytest.importorskip("triton")
     line = said("torch.float64", TRITON_INTERPRET="1")
@@ -34,6 +36,7 @@ def test_fp64():
     assert said("torch.float32", TRITON_INTERPRET="1") == ""
 
 
+@pytest.mark.slow
 def test_more_rows_than_32_bits_number():
     pytest.importorskip("triton")
     call = CALL.replace("x = torch.ones(2, 2, dtype={})", "x = torch.ones(1, 1).expand(2**31, 1)")

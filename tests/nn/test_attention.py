@@ -68,6 +68,7 @@ def test_attend_is_softmax_over_the_keys_a_query_sees(case: dict) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("causal", [True, False])

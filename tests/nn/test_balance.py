@@ -111,6 +111,7 @@ def test_sinkhorn_scales_rows_and_columns_of_all_ranks(sizes, experts, seed):
     assert_close("plan", got.exp(), formulas.sinkhorn(logits, 5))
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(shapes, st.integers(0, 1 << 30))
 def test_sinkhorn_sums_converge(shape, seed):

@@ -46,6 +46,7 @@ def kept(group, ids, weights, experts: int, factor: str, by: str, sizes: tuple[i
     return got.expert_ids, got.weights.detach(), gradient, got.dropped, got.capacity
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(cases())
 def test_dropped_pairs_are_the_definition_s(case):
@@ -131,6 +132,7 @@ def kept_by_compiled(group, ids: Tensor, weights: Tensor) -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_compiled_it_is_the_same():
     ids = randn(6, 4, seed=1).argsort(1)[:, :2]
     world(2).run(kept_by_compiled, ids, randn(6, 2, seed=2), timeout=120)

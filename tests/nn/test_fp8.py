@@ -151,6 +151,7 @@ def equals_the_formula(group, case: Case) -> None:
         assert_same(f"rank {group.rank()}: {name}", got[name], right.to(case.dtype))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.sampled_from(["chunked", "collective"]).flatmap(cases))
 def test_a_parallel_layer_equals_the_formula(case):
@@ -223,6 +224,7 @@ def near_the_formula(group, case: Case) -> None:
         assert_within(f"rank {rank}: {name}", got[name], part_of(case, name, right, rank), lost)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @settings(max_examples=12)
 @given(st.data())
@@ -433,12 +435,14 @@ def compiled(group, kind: str, engine: str, sequence_parallel: bool) -> None:
         assert_same(name, right, part_of(case, name, want[name], rank).float())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind, sequence_parallel", [("column", True), ("row", True), ("row", False)])
 def test_a_compiled_layer_equals_the_formula(kind, sequence_parallel, engine):
     world(3).run(compiled, kind, engine, sequence_parallel, timeout=200)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_of_one_device_equals_an_eager_one():
     layer, x = FP8Linear(7, 5, True, min_rows=0), randn(4, 7, seed=1).float()
     results = []

@@ -17,6 +17,7 @@ from fusedtp.nn.linear import linears
 from tests.nn.support import assert_sums, assert_within, randn
 
 
+@pytest.mark.slow
 @given(st.integers(0, 600), st.integers(1, 9), st.integers(1, 9), st.booleans(), st.sampled_from("bhfd"))
 def test_linear_rounds_once(tokens: int, k: int, n: int, bias: bool, kind: str) -> None:
     dtype = {"b": torch.bfloat16, "h": torch.float16, "f": torch.float32, "d": torch.float64}[kind]

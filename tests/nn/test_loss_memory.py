@@ -36,6 +36,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("tokens", [64, 160])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

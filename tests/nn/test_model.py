@@ -170,6 +170,7 @@ def test_a_backward_in_two_passes_computes_again_once(kind: Recompute) -> None:
     assert weak() is None, "what was kept for the second pass goes with the graph"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 2])
 def test_compiled_block_is_the_block(window: int | None) -> None:
     config = ModelConfig(**{**SMALL, "sliding_window": window}, qk_norm=True)  # type: ignore[arg-type]
@@ -184,6 +185,7 @@ def test_compiled_block_is_the_block(window: int | None) -> None:
     assert_close("dx", got.grad, want.grad)
 
 
+@pytest.mark.slow
 def test_compiled_model_is_the_model() -> None:
     model, ids, labels = make(residual_dropout=0.2), tokens(2, 5), tokens(2, 5, 2)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

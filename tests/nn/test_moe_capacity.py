@@ -55,6 +55,7 @@ def routed(moe: MoE, x: Tensor, sizes: tuple[int, ...]) -> tuple[list[Tensor], l
     return [each for each, _ in ranks], [routing for _, routing in ranks]
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.lists(st.integers(0, 7), min_size=1, max_size=4).map(tuple), st.integers(1, 4),

@@ -79,6 +79,7 @@ def experts_law(size: int, tokens: int, k: int, act: str, dtype: torch.dtype, dr
         assert_same(name, results[1][name], want)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.integers(1, 4), st.integers(0, 10), st.integers(1, 5), st.sampled_from(["none", "relu"]),
@@ -140,6 +141,7 @@ def layer_law(size: int, options: dict, seed: int) -> None:
         torch.testing.assert_close(results[1][name], want, rtol=1e-11, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ROUTERS)
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_layer_whose_experts_have_other_numbers_is_the_same(size: int, options: str):

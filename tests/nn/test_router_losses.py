@@ -230,5 +230,6 @@ def test_the_host_waits_for_nothing(spec):
     assert waits.seen == {"index", "_local_scalar_dense"}  # it detects them
 
 
+@pytest.mark.slow
 def test_compiled_it_is_the_same():
     world(2).run(compiled_rank, randn(5, 4, seed=1).float(), (3, 2), timeout=120)

@@ -157,6 +157,7 @@ EXACT = (FP32,)  # 192 times a few others does not fit 16 bits, and in fp64 silu
 LARGE = Case("triton", (70, 0, 37), 135, (67, 40, 3), FP32, "gelu", None, (True, False), True)
 
 
+@pytest.mark.slow
 @TRITON.marks[0]
 @settings(max_examples=15)
 @example(LARGE)
@@ -165,6 +166,7 @@ def test_the_kernel_equals_the_formula(case):
     world(len(case.sizes)).run(equals_the_formula, case, timeout=200)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.sampled_from(["chunked", "collective"]).flatmap(lambda engine: cases(engine, EXACT)))
 def test_the_other_engines_equal_the_formula(case):
@@ -298,6 +300,7 @@ def compiled(group, engine: str) -> None:
     torch.library.opcheck(torch.ops.fusedtp.gated_grads.default, (y.detach(), y.detach(), y.detach(), "silu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_compiled_layer_equals_an_eager_one(engine):
     world(3).run(compiled, engine, timeout=200)

@@ -291,6 +291,7 @@ def kept_in_a_graph(group, engine: str) -> None:
     assert_equal(found[1], found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_compiled_gather_is_kept_too(engine):
     world(2).run(kept_in_a_graph, engine, timeout=120)

@@ -84,6 +84,7 @@ DIFFERENCES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("function", "common", "change", "field"), DIFFERENCES, ids=lambda v: getattr(v, "__name__", str(v))
@@ -253,6 +254,7 @@ def test_local_faults_say_what_was_given_and_what_is_wanted():
         assert all(part in message for part in parts), f"{function.__name__}: {parts} in {message!r}"
 
 
+@pytest.mark.slow
 def test_triton_on_cpu_without_the_interpreter_says_what_to_set():
     pytest.importorskip("triton")
     for outcome in world(2, interpret=False).outcomes(gather, "triton"):

@@ -33,6 +33,7 @@ def in_one_call_and_in_two(group, sizes, batch, k, widths, dtype, total) -> None
         assert all(dw.dtype == total for dw in dws)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_one_call_gives_what_two_give(data):
     w = data.draw(st.sampled_from((2, 3, 4)))

@@ -59,6 +59,7 @@ def fault() -> None:
     raise KeyError("a fault of one rank")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 7])  # before the first signal, between two, in backward
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_killed_in_an_operation_fails_its_peers_and_leaves_nothing(engine, number):
@@ -76,6 +77,7 @@ def test_a_rank_killed_in_an_operation_fails_its_peers_and_leaves_nothing(engine
     assert used and not used & shared_memory_files()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "number"),
     [*(("chunked", n) for n in (1, 2, 3, 5, 7)), ("collective", 1), ("collective", 5), ("triton", 1)],
@@ -112,6 +114,7 @@ def wait_in_vain(group, engine: str) -> torch.Tensor | None:
     return None if group.rank() == 1 else layer(group, engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_that_never_comes_is_named_after_the_timeout(engine):
     outcomes = world(3).outcomes(wait_in_vain, engine, fresh=True)

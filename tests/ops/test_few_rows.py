@@ -50,6 +50,7 @@ def summed(group, operation: str, total: int, n: int, dtype: str) -> tuple[bool,
     return torch.equal(got, want), kernels(group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, n, most", LIMITS)
 @pytest.mark.parametrize("operation", KERNELS)
 def test_the_kernel_of_a_sum_changes_with_the_rows_and_the_result_does_not(operation, dtype, n, most):
@@ -78,6 +79,7 @@ def gathered(group, operation: str, total: int, dtype: str) -> tuple[bool, set[s
     return bool(near.all()), kernels(group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "operation, dtype, most",
     [

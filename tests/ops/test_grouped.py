@@ -81,6 +81,7 @@ def test_gated_matmul_and_all_gradients_by_the_kernels(draw):
     interpreted(laws.gated_law, draw)
 
 
+@pytest.mark.slow
 @triton
 @settings(max_examples=4)
 @given(draws("triton", experts=5, dtypes=DTYPES), st.booleans(), st.integers(1, 3))
@@ -90,6 +91,7 @@ def test_small_tiles(draw, halves, group):
     interpreted(laws.tiles_law, draw, Config(16, 16, 16, group=group, halves=halves))
 
 
+@pytest.mark.slow
 @triton
 @settings(max_examples=6)
 @given(
@@ -183,6 +185,7 @@ def test_opcheck():
     laws.opcheck_law("chunked")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_compiled_experts_equal_eager_ones(engine):
     interpreted(laws.compiled_law, engine)

@@ -117,6 +117,7 @@ def memory_of_layers(group, engine: str, rows: int, k: int, n: int) -> int:
     return communicator(group).workspace.data.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["chunked", TRITON])
 def test_a_group_takes_two_slots_of_its_largest_gathered_or_scattered_tensor(engine):
     """Forward gathers x [T, K] and scatters y [T, K]; backward gathers dy [T, K], x again, and scatters dx [T, K]."""

@@ -58,6 +58,7 @@ def inference_grows(group, engine: str) -> None:
     every_operation(group, engine, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("story", [inference_first, inference_grows])
 def test_a_group_trains_after_inference(story, engine):

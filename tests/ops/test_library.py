@@ -60,6 +60,7 @@ def check_op(group, name: str, engine: str) -> None:
     torch.library.opcheck(getattr(torch.ops.fusedtp, name).default, arguments(name, engine, group))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name, engine):
@@ -110,12 +111,14 @@ def _compile(function, backend: str = "aot_eager"):
     return torch.compile(function, fullgraph=True, backend=backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("engine", [*ENGINES, "auto"])
 def test_one_compiled_graph_equals_eager(engine, dim):
     world(2).run(compiled_against_eager, engine, dim, True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_compiled_function_takes_the_group_itself():
     world(2).run(compiled_against_eager, "auto", 0, timeout=120)
 
@@ -179,6 +182,7 @@ def calls_in_a_chain(group) -> int:
     return len(chained)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch.library.CustomOpDef, "register_effect"), reason="older torch has no such mark")
 def test_a_compiler_may_not_swap_two_calls():
     assert world(2).run(calls_in_a_chain, timeout=120) == [2, 2]
@@ -195,5 +199,6 @@ def compiled_of_changing_shape(group) -> None:
         assert torch.equal(function(x, *weights), layer(x, *weights)), f"{rows} rows"
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_takes_other_numbers_of_rows():
     world(2).run(compiled_of_changing_shape, timeout=120)

@@ -28,6 +28,7 @@ NARROW = (torch.float32, torch.float16, torch.bfloat16)
 H100 = Machine("cuda", 132, 227 << 10, capability=90)
 
 
+@pytest.mark.slow
 @covered(*(on(case, "multimem") for case in COVERING if case.operation == "matmul_all_reduce"))
 @settings(max_examples=25)
 @given(
@@ -49,6 +50,7 @@ def test_several_tiles_and_steps_equal_the_formula(dtype, size):
     world(size).run(exact, case, timeout=200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_random_inputs_have_errors_within_their_bounds(dtype):
     pytest.importorskip("triton")

@@ -26,6 +26,7 @@ def draws(draw, rows: int = 40, width: int = 70, **fields: st.SearchStrategy) ->
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(draws(), NARROW, st.sampled_from(USES))
 def test_rms_norm_and_other_uses_of_its_input(draw, weight_dtype, use):
@@ -49,6 +50,7 @@ def test_rms_norm_of_wide_rows_several_a_program(dtype, width):
     interpreted(rms_norm_law, Draw(dtype, 15, width), torch.float32, "added")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 8193), (torch.bfloat16, 16400)])
 @pytest.mark.parametrize("use", USES)
 def test_rms_norm_of_rows_that_no_program_holds(dtype, width, use):
@@ -75,6 +77,7 @@ def test_an_activation_that_no_kernel_has_is_refused():
         pointwise.gated(torch.ones(2), torch.ones(2), "relu")
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     draws(rows=9, width=12, batch=st.integers(1, 3), heads=st.tuples(st.integers(1, 5), st.integers(1, 5))),

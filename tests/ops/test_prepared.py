@@ -47,6 +47,7 @@ def all_layouts(group, operation: str) -> None:
         assert torch.equal(y, want), where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "operation", ["all_gather_matmul", "all_gather_wgrad", "matmul_reduce_scatter", "matmul_all_reduce"]
 )

@@ -55,6 +55,7 @@ def test_rows_to_experts(draw, k):
     interpreted(blocks_law, replace(draw, k=k))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
 def test_rows_that_no_program_holds(transposed):
     draw = Draw(torch.bfloat16, 3, 9000, transposed)

@@ -197,6 +197,7 @@ IN_ONE_SHOT = replace(SUMMED, operation=REDUCE)
 IN_TWO_SHOTS = replace(SUMMED, operation=REDUCE, sizes=(500, 0, 400), ks=(16, 5, 3), widths=((80,),) * 3)
 
 
+@pytest.mark.slow
 @TRITON.marks[0]
 @settings(max_examples=15)
 @example(FEW)
@@ -250,6 +251,7 @@ def rounds_once(group, case: Case, of_unit: float = 0.0) -> None:
 NARROW = [pytest.param("triton", marks=TRITON.marks), "chunked", "collective"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("engine", NARROW)
 @settings(max_examples=6)
@@ -338,6 +340,7 @@ def compiled(group, case: Case) -> None:
     torch.library.opcheck(torch.ops.fusedtp.scaled_product.default, of_one, test_utils=checks)
 
 
+@pytest.mark.slow
 @EACH
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_compiled_call_equals_an_eager_one(engine, case):
@@ -351,6 +354,7 @@ def disagrees(group, case: Case, kinds: tuple[torch.dtype, torch.dtype], dtype: 
     computed(group, case if group.rank() else replace(case, kinds=kinds, dtype=dtype), drawn(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ranks_with_other_dtypes_are_told(engine):
     case = replace(SCATTERED, engine=engine, biased=False)
@@ -396,6 +400,7 @@ def refused(group, operation: str, what: str) -> None:
         getattr(fusedtp, operation)(x, x_scale, w, w_scale, group, bias=bias, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", [GATHER, SCATTER, REDUCE])
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_does_not_fit_is_refused(what, operation):

@@ -103,6 +103,7 @@ def several_compiled(group, floats: int) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("floats", [1, 2, 3])
 def test_several_are_gathered_in_compiled_code(floats):
     world(2).run(several_compiled, floats)

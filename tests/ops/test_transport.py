@@ -44,6 +44,7 @@ def mixed_calls(group, transports: list[str]) -> None:
         comm.world.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transports", [["copy"] * 3, ["copy", "programs", "copy"]], ids=["all", "mixed"])
 def test_the_results_do_not_tell_who_brought_the_rows(transports):
     """All ranks with the same transport; then each rank with its own, changing from call to call."""

@@ -100,6 +100,7 @@ def full(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 60), min_size=2, max_size=3),

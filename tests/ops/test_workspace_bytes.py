@@ -47,6 +47,7 @@ def stated(operation: str, engine: str, sizes: tuple[int, ...], width: int, item
     return math.ceil(W * math.ceil(total / W) * row / 16) * 16 + total * row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("operation", ["all_gather_matmul", "all_gather_wgrad", "matmul_reduce_scatter"])
@@ -57,6 +58,7 @@ def test_a_slot_of_ragged_rows(operation, engine, dtype):
         assert world(W).run(call, *arguments, fresh=True) == [want] * W, sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows, width", [(5, 700), (32, 1024), (33, 1024), (65, 1024)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_slot_of_an_all_reduce_in_one_shot_and_in_two(engine, rows, width):

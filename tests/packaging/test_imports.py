@@ -87,6 +87,7 @@ def imports(path: Path) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocked", [["triton", "transformers"], ["tyro", "rich", "tensorboard", "matplotlib"]])
 def test_package_imports_and_computes_without(blocked: list[str]) -> None:
     """The library works if `blocked` is not installed."""
@@ -115,6 +116,7 @@ def test_every_module_has_a_layer() -> None:
     assert found - set(LAYERS) == {"py.typed"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [layer for layer in LAYERS if sources(layer)])
 def test_imports_run_one_way(layer: str) -> None:
     """No layer imports from a later one."""
@@ -194,6 +196,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
         left = {name: to - ends for name, to in left.items() if name not in ends}
 
 
+@pytest.mark.slow
 def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles(module_graph()) == []
 

@@ -28,6 +28,7 @@ def run_program(_group: Any, program: str) -> tuple[list[tuple[int, ...]], str]:
     return [tuple(weight.shape), tuple(weight.grad.to_local().shape)], printed.getvalue()
 
 
+@pytest.mark.slow
 def test_the_block_of_the_readme_runs_on_two_ranks():
     pytest.importorskip("transformers")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)

@@ -112,6 +112,7 @@ def test_with_its_backward_it_enters_at_most_10_files_and_55_functions():
         assert 0 < files <= 10 and 0 < functions <= 55, "\n".join(map(str, seen.entered))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backward", "most"), [(False, 14), (True, 18)])
 def test_a_layer_of_experts_enters_at_most_14_files_and_18_with_its_backward(backward, most):
     pytest.importorskip("triton")

@@ -77,6 +77,7 @@ def run_outside(site: Path, folder: Path, *command: str | Path) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_module_and_every_kernel(tree: Path, wheel: Path) -> None:
     """Every source file of fusedtp/, kernels/ and bench/ is in the wheel, byte for byte, and no result."""
     want = {}
@@ -108,12 +109,14 @@ def test_wheel_holds_the_tables(tree: Path, wheel: Path) -> None:
         assert all(archive.read(name) == path.read_bytes() for name, path in tables.items())
 
 
+@pytest.mark.slow
 def test_wheel_runs_outside_the_tree(site: Path, tmp_path: Path) -> None:
     """All packages import from the wheel, an operation computes the right product, and `bench` lists its suites."""
     said = run_outside(site, tmp_path, sys.executable, "-c", PROGRAM, site)
     assert "ran outside the tree" in said and "all-gather-matmul" in said
 
 
+@pytest.mark.slow
 def test_installed_command_lists_its_subcommands(site: Path, tmp_path: Path) -> None:
     """The wheel's console script starts, and its help lists `train`."""
     assert "train" in run_outside(site, tmp_path, site / "bin" / "fusedtp", "--help")

@@ -260,6 +260,7 @@ APART = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @pytest.mark.parametrize("cls", ALIKE)
 def test_what_treats_tokens_alike_gives_its_rows(cls, data):
@@ -291,6 +292,7 @@ def test_norms_of_transformers_treat_tokens_alike():
     assert by_token(GPTNeoXJapaneseMLP(transformers.GPTNeoXJapaneseConfig(hidden_size=8))) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", APART)
 def test_what_may_tell_tokens_apart_is_refused(cls):
     assert by_token(cls(4) if issubclass(cls, (Norm, nn.BatchNorm1d)) else cls()) is None

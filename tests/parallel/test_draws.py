@@ -56,6 +56,7 @@ def trained(group: Any, make: Any, features: int, sequence_parallel: bool, recom
     return after, whole, [] if sequence_parallel and make is of_styles else again.sum(), torch.rand(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
@@ -128,6 +129,7 @@ def refusals(group: Any, make: Any, rate: float, sequence_parallel: bool) -> lis
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
     ("make", "rate", "refused"), [(t5, 0.5, True), (t5, 0.0, False), (llama, 0.5, False), (mlp, 0.5, False)]

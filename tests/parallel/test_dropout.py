@@ -23,6 +23,7 @@ def compare_dropout(group, kind: str, options: dict) -> None:
     assert plain.eval()(ids, labels).loss.item() != want.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["residual_dropout", "embedding_dropout"])
 @pytest.mark.parametrize("world_size, sequence_parallel", [(2, True), (3, True), (4, True), (2, False)])
 def test_hidden_dropout_is_the_same_at_any_world_size(world_size: int, sequence_parallel: bool, kind: str):

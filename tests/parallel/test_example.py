@@ -43,6 +43,7 @@ def on_an_example(group: Any, given: bool) -> tuple[dict[str, float], float, dic
     return errors, parts / sum(p.numel() for p in own.values()), dict(split._fusedtp.whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "least"), [(True, 0.9), (False, 0.15)])
 def test_a_model_whose_inputs_cannot_be_guessed(given: bool, least: float):
     """Without an example only its MLPs are split: attention would get inputs that no trial gave it."""
@@ -56,6 +57,7 @@ def test_a_model_whose_inputs_cannot_be_guessed(given: bool, least: float):
             assert whole["blocks.*.attn.to_q"] == "add_q beside it did not run in the trial"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("large", [False, True])
 def test_an_example_shows_joint_attention_and_adaptive_norms(monkeypatch: pytest.MonkeyPatch, large: bool):
     """A large model is not copied: its modules are tried one by one, on what they got when the model ran."""
@@ -148,6 +150,7 @@ class NormedByFeatures(nn.Module):
         return self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "example",
     [
@@ -207,6 +210,7 @@ def test_a_model_that_stores_activations_takes_an_example():
     assert infer(model, 2, example=example).plan == {"fc1": "colwise", "fc2": "rowwise"}
 
 
+@pytest.mark.slow
 def test_an_example_leaves_the_cache_of_transformers_out():
     assert infer(gpt2(), 2, example={"input_ids": ids()}).plan.keys() >= infer(gpt2(), 2).plan.keys()
 

@@ -101,6 +101,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("size, experts, split", SPLITS, ids=str)
 def test_any_sharing_gives_the_bits_of_one_process(size, experts, split, sequence_parallel):
@@ -136,12 +137,14 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_models_equal_the_plain_one(way: str, sequence_parallel: bool):
     world(4).run(compare, SMALL, WAYS[way], {"sequence_parallel": sequence_parallel})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_whole_experts_without_sequence_parallelism(world_size: int, sequence_parallel: bool):
@@ -226,18 +229,21 @@ def four():
         yield ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ACROSS, ids=str)
 def test_experts_across_data_parallel_ranks(case: str, four):
     dp, tp, ep, split = ACROSS[case]
     four.run(across, dp, tp, ep, replace(SMALL, capacity=1.5), split, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_uneven_tokens_with_experts_across_data_parallel_ranks(nodes: int, four):
     """Each data-parallel rank has five tokens: three on one tensor-parallel rank and two on the other."""
     four.run(across, 2, 2, 4, replace(SMALL, capacity=1.5), {"nodes": nodes}, {}, 1)
 
 
+@pytest.mark.slow
 def test_experts_across_data_parallel_ranks_without_sequence_parallelism(four):
     four.run(across, 2, 2, 4, SMALL, {}, {"sequence_parallel": False})
 

@@ -24,6 +24,7 @@ def said_and_ran(group, engine: str, dtype: torch.dtype | None) -> tuple[str, st
     return layer.name, layer.engine, layer.reason, set(layer_calls(communicator(group))["mlp.experts"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["auto", *ENGINES])
 def test_the_engine_of_experts_is_the_one_that_runs(engine: str):
     for name, chosen, reason, ran in world(2).run(said_and_ran, engine, None):

@@ -60,6 +60,7 @@ def mixed_precision(group, reduce_dtype: torch.dtype, cast_inputs: bool) -> None
             assert torch.equal(found[name], want), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
 def test_parameters_in_bf16_and_gradients_reduced_as_the_policy_says(reduce_dtype):
     """A fused layer uses the weights that FSDP2 gathers. With fp32 reduction, no sum is rounded to bf16."""
@@ -81,5 +82,6 @@ def prefetching(group) -> None:
         assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+@pytest.mark.slow
 def test_prefetching_changes_no_gradient():
     world(4).run(prefetching, timeout=120)

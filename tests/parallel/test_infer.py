@@ -212,6 +212,7 @@ def check(world_size: int, name: str, plan: dict[str, str] | None, sequence_para
     return dict(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
@@ -219,6 +220,7 @@ def test_the_inferred_plan_is_exact(name: str, world_size: int, sequence_paralle
     check(world_size, name, plan_of(name), sequence_parallel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "timm", "interleaved"])
 def test_parallelize_infers(name: str):
     whole = check(2, name, None, True)["whole"]
@@ -229,6 +231,7 @@ def explained(group: Any, make: Callable[[], nn.Module]) -> str:
     return str(fusedtp.explain(fusedtp.parallelize(make(), group)))
 
 
+@pytest.mark.slow
 def test_explain_says_what_code_sees_divided():
     def text(make: Callable[[], nn.Module]) -> str:
         return str(fusedtp.VirtualWorld(2).run(lambda group: explained(group, make))[0])
@@ -268,6 +271,7 @@ def test_trials_run_functions_that_a_model_holds_on_their_copy():
         assert "Shard" in placements["up.weight"] and "Replicate" in placements["wte.weight"]
 
 
+@pytest.mark.slow
 def test_what_inner_modules_and_parameters_know_of_heads_is_divided():
     plan = plan_of("heads_beside")
     assert plan["h.*.by_heads"] == "local_view(h)" and plan["h.*.core"] == "local_view(num_attention_heads)"
@@ -397,6 +401,7 @@ class Returning(nn.Module):
         return self.head(x + self.down(self.up(x).sin())), more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("more", [lambda k, v, weights: (k, v), lambda k, v, weights: torch.stack([weights, weights])])
 def test_outputs_of_which_ranks_have_a_part_are_not_split(more: Callable[..., Any], nested: bool):
@@ -534,6 +539,7 @@ def test_code_that_decides_by_a_part_of_an_activation_stays_whole(decide):
         fusedtp.VirtualWorld(2).run(lambda group: fusedtp.parallelize(copy.deepcopy(model), group))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "decide",
     [
@@ -749,6 +755,7 @@ def padded(group: Any) -> None:
     assert difference(got[~padding], want[~padding]) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_an_encoder_of_torch_takes_padding_without_gradients():
     world(2).run(padded)

@@ -56,6 +56,7 @@ def compare(group, batch_size: int, length: int, options: dict, changes: dict) -
     assert_same_gradients(parallel, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_loss_and_gradients_equal_the_plain_model(world_size: int, case: str):
@@ -65,6 +66,7 @@ def test_loss_and_gradients_equal_the_plain_model(world_size: int, case: str):
     world(world_size).run(compare, 2, 6, {}, changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size, length", [(1, 7), (3, 5), (1, 2), (1, 1), (1, 5), (0, 5), (2, 0)])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_tokens_need_not_divide_and_may_be_fewer_than_ranks(batch_size: int, length: int, sequence_parallel: bool):
@@ -72,6 +74,7 @@ def test_tokens_need_not_divide_and_may_be_fewer_than_ranks(batch_size: int, len
     world(3).run(compare, batch_size, length, {"sequence_parallel": sequence_parallel}, changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["tied", "one kv head", "grouped kv heads"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_without_sequence_parallelism(world_size: int, case: str):
@@ -150,6 +153,7 @@ def with_one_doubled(group, name: str, by: str, sequence_parallel: bool) -> None
     assert_same_gradients(parallel, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("by", ["hook", "forward"])
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"])

@@ -54,6 +54,7 @@ def compare(group, batch_size: int, length: int, moe: MoEConfig, options: dict) 
     assert_same_gradients(parallel, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_loss_and_gradients_equal_the_plain_model(world_size: int, case: str):
@@ -85,6 +86,7 @@ def sharded(rank: int, moe: MoEConfig) -> None:
     assert_same_gradients(parallel, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["sigmoid in groups, shared expert", "capacity by position"], ids=str)
 def test_data_parallel_ranks_balance_and_bound_the_whole_batch(case: str):
     with pool.World(4) as ranks:

@@ -98,6 +98,7 @@ def check(
 NAMES = [("q", "q", "q"), ("q", "k", "k"), ("q", "q", "v"), ("q", "k", "v"), ("q", "k", "q")]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150, 40))
 @given(data=st.data())
 def test_equals_torch_on_one_device(data: st.DataObject) -> None:
@@ -182,6 +183,7 @@ def in_processes(group: Any) -> tuple[dict[str, float], dict[str, str], str]:
     return errors, dict(split._fusedtp.whole), str(fusedtp.explain(split))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_torch_transformer_trains_as_on_one_device(size: int) -> None:
     for errors, whole, said in world(size).run(in_processes):
@@ -206,6 +208,7 @@ class Masked(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
+@pytest.mark.slow
 def test_infinite_buffers_are_no_difference() -> None:
     plan = infer(nn.Sequential(Masked(), Masked()), 2, example={"input": torch.randn(2, 5, 16)}).plan
     assert plan["0.attn"] == plan["1.attn"] == WORD and plan["0.attn.out_proj"] == plan["0.down"] == "rowwise"

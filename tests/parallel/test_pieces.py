@@ -25,6 +25,7 @@ def compare(group: Any, tokens: tuple[int, int], limit: int, options: dict, chan
     assert_same_gradients(parallel, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize(
     "changes",

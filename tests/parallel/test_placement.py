@@ -102,6 +102,7 @@ def several(group: Any, uses: list[tuple[bool, bool]], dtypes: list[torch.dtype]
     assert sum(comm.engine_calls.values()) == (len(of) if len(uses) > 1 else sum(part for _, part in uses))
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_gradients_of_several_are_summed_in_one_call(data):
     uses = data.draw(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=4))
@@ -125,6 +126,7 @@ def norm_calls(group: Any, name: str, checkpointing: dict[str, bool] | None) -> 
     return communicator(group).engine_calls["all_reduce_rows", "chunked"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}])
 def test_a_stack_sums_its_norms_gradients_in_one_call(name, checkpointing):

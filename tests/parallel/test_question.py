@@ -183,6 +183,7 @@ def gradients(group: Any, start: str, sequence_parallel: bool) -> tuple[list[dic
     return errors, counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("start", STARTS)
 def test_gradients_are_right_before_it_is_known_and_afterwards(start: str, sequence_parallel: bool):

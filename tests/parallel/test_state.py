@@ -43,6 +43,7 @@ def load(group, state: dict, tied: bool, assign: bool) -> None:
         parallel.load_state_dict(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_state_of_two_ranks_loads_on_one_and_on_four(tied: bool):
     states = world(2).run(full_state, tied)
@@ -67,6 +68,7 @@ def initialise(group, tied: bool) -> dict:
     return {name: full(value) for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_made_on_meta_is_the_same_at_any_world_size(tied: bool):
     first, *others = [world(size).run(initialise, tied)[0] for size in (1, 2, 3, 4)]

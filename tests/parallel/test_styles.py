@@ -81,6 +81,7 @@ def test_a_block_of_plain_modules(world_size: int, shape: tuple[int, ...], dim: 
     world(world_size).run(compare_block, shape, dim, False)
 
 
+@pytest.mark.slow
 def test_a_compiled_block_of_plain_modules():
     world(2).run(compare_block, (2, 6, 24), 1, True, timeout=120)
 

@@ -443,6 +443,7 @@ SHAPES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(1500, 250))
 @given(
     st.integers(1, 4),
@@ -514,6 +515,7 @@ def called(name: str, x: Tensor, y: Tensor) -> Any:
     return function(x) if unary else function(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ELEMENTWISE))
 def test_elementwise_names(name):
     def body(run: Run) -> tuple[Any, Counter[str]]:
@@ -574,6 +576,7 @@ FEATURES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ALONG))
 def test_names_along_features(name):
     function = FEATURES.get(name, lambda x: getattr(torch, name)(x, dim=-1))

@@ -63,6 +63,7 @@ def train(group, optimizer_options: dict, max_norm: float, changes: dict) -> Non
         assert_same_parameters(parallel, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
 @pytest.mark.parametrize("world_size, max_norm", [(2, 0.1), (4, 1e9)])
 def test_adamw_steps_equal_the_plain_model(kind: str, world_size: int, max_norm: float):
@@ -130,6 +131,7 @@ def checkpointed(group, changes: dict, sequence_parallel: bool, kind: Recompute)
 EXPERTS = MoEConfig(num_experts=6, top_k=2, hidden=5, shared=4, balance_loss=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("changes", [MIXED, {"moe": EXPERTS}], ids=["dense", "experts"])
@@ -149,6 +151,7 @@ def compiled(group, sequence_parallel: bool) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_compiled_blocks(sequence_parallel: bool):
     world(2).run(compiled, sequence_parallel, timeout=120)
@@ -245,11 +248,13 @@ def fsdp(
     assert_same_parameters(parallel, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("meta, tied, kind", [(False, False, None), (False, True, "full"), (True, True, "selective")])
 def test_fsdp2_over_two_by_two_ranks(meta: bool, tied: bool, kind: Recompute | None):
     world(4).run(fsdp, meta, {**MIXED, "tie_word_embeddings": tied}, kind, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_head", [False, True])
 def test_a_loss_by_pieces_under_fsdp2(own_head: bool):
     """If FSDP2 wraps the head separately, the head is called as a module."""

@@ -82,6 +82,7 @@ def compare(group: Any, tied: bool) -> None:
     assert (share <= 1).all(), f"{names[int(share.argmax())]} ends {share.max():.2f} of its bound away"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_twenty_steps_are_those_of_one_process(world_size: int, tied: bool):

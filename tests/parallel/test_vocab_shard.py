@@ -88,6 +88,7 @@ def compare(world_size: int, full: list[Tensor], program: Callable[..., Tensor],
                 torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOCAL)
 @settings(max_examples=25)
 @given(world_size=st.integers(1, 4), vocab=st.integers(1, 11), seed=st.integers(0, 99))
@@ -95,6 +96,7 @@ def test_what_treats_columns_alike_stays_local(name: str, world_size: int, vocab
     compare(world_size, tensors(2, 3, vocab, seed), LOCAL[name], gathers=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GATHERING)
 @settings(max_examples=25)
 @given(world_size=st.integers(1, 4), vocab=st.integers(2, 11), seed=st.integers(0, 99))

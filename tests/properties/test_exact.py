@@ -22,6 +22,7 @@ NARROW = (torch.float32, torch.float16, torch.bfloat16)
 TRITON_300 = pytest.param("triton", 300, marks=TRITON.marks)  # a partial over 256 KiB; for the others over 1 MiB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["collective", "chunked", "auto"])
 @covered(*COVERING)
 @settings(max_examples=200)
@@ -33,6 +34,7 @@ def test_equals_the_formula(engine, case):
 THREADED = ("collective", "chunked")
 
 
+@pytest.mark.slow
 @covered(*(on(case, engine) for engine in THREADED for case in COVERING))
 @settings(max_examples=60)
 @given(case=st.sampled_from(THREADED).flatmap(lambda engine: cases(engine=engine)))
@@ -44,6 +46,7 @@ def test_equals_the_formula_between_threads(case):
 SMALL = {"rows": 5, "width": 10, "features": 30}
 
 
+@pytest.mark.slow
 @covered(*(on(case, "triton") for case in COVERING))
 @settings(max_examples=40)
 @given(case=cases(engine="triton", world_sizes=(2, 3, 4), **SMALL))
@@ -52,6 +55,7 @@ def test_fused_kernels_equal_the_formula(case):
     world(case.world_size).run(exact, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 2), (torch.bfloat16, 3), (torch.float16, 4)], ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_fused_kernels_of_several_tiles_and_steps_equal_the_formula(operation, dtype, size):
@@ -65,6 +69,7 @@ def test_fused_kernels_of_several_tiles_and_steps_equal_the_formula(operation, d
     world(size).run(exact, case, timeout=200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "rows"), [("collective", 900), ("chunked", 900), TRITON_300])
 def test_large_results_which_take_other_ways_equal_the_formula(engine, rows):
     """An all-reduce larger than its one-shot size, and sums of partials that are computed block by block."""

@@ -89,6 +89,7 @@ def _inputs(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 0, 2)], ids=str)
 @pytest.mark.parametrize("engine", ["collective", "chunked"])
 @pytest.mark.parametrize("check", [check_gather, check_scatter, check_reduce])
@@ -115,6 +116,7 @@ def check_gather_without_reduction(group) -> None:
         column_backward.op = true
 
 
+@pytest.mark.slow
 def test_an_input_gradient_that_is_not_summed_over_ranks_is_seen():
     for outcome in world(2).outcomes(check_gather_without_reduction):
         assert outcome.is_a("GradcheckError"), outcome

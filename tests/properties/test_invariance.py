@@ -47,6 +47,7 @@ def whole(shards: list[list[Tensor]]) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_world_sizes_agree_bit_for_bit_on_exact_inputs(engine, dtype):
@@ -58,6 +59,7 @@ def test_world_sizes_agree_bit_for_bit_on_exact_inputs(engine, dtype):
             assert torch.equal(t, one[name]), f"{name} on {size} ranks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_world_sizes_agree_within_the_bound_on_random_inputs(engine):
     one = whole(world(1).run(two_layers, engine, torch.float32, False))

@@ -37,6 +37,7 @@ def together(outcomes: list[dict[str, Error]]) -> dict[str, tuple[float, float, 
     return {name: ((squares[name] / plain[name]) ** 0.5, worst[name]) for name in squares}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -46,6 +47,7 @@ def test_fp32_errors_are_within_the_bound_of_the_sums(operation, engine, size):
         assert worst <= 1, f"{name}: {worst:.2f} times the bound"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
@@ -57,6 +59,7 @@ def test_16_bit_errors_are_at_most_twice_those_of_plain_torch(operation, engine,
         assert worst <= 1, f"{name}: {worst:.2f} times the bound of W + 1 roundings"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -64,6 +67,7 @@ def test_a_repeated_run_gives_the_same_bits_whoever_comes_first(operation, engin
     world(3).run(repeated, a_case(operation, engine, dtype, 3), 3, 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @covered(*COVERING, share=0.03)
 @settings(max_examples=30)

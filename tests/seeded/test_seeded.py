@@ -22,6 +22,7 @@ FOUND = Verdict(FAULT, "", "found", "deadlock", 1)
 MEET, GATHER, MATMUL = "meet_kernel", "all_gather_matmul_kernel", "matmul_kernel"
 
 
+@pytest.mark.slow
 def test_every_kernel_is_tried_and_every_operator_has_a_site() -> None:
     launched = [f for f in functions() if f.raw_src[0].startswith("@triton.jit")]
     assert {f.__name__ for f in launched} == {*KERNELS}
@@ -34,6 +35,7 @@ def test_each_fault_changes_its_function_and_is_python() -> None:
         assert fault.source != functions()[fault.at].src, fault
 
 
+@pytest.mark.slow
 def test_verdicts_that_are_kept_are_right(capsys: Any) -> None:
     """For the current kernels: found, or in the table. Stale verdicts do not count."""
     assert command.main(["--report"]) == 0, capsys.readouterr().out
@@ -47,6 +49,7 @@ IN_SOURCE = [
 IN_PTX = [(MEET, "sm_80", "weaken"), (MEET, "sm_90", "system scope"), (MATMUL, "sm_90", "mbarrier")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator, function, kernel", IN_SOURCE)
 def test_faults_in_the_source_are_found(operator: str, function: str, kernel: str) -> None:
     fault = next(fault for fault in faults() if fault[:2] == (operator, function))
@@ -54,6 +57,7 @@ def test_faults_in_the_source_are_found(operator: str, function: str, kernel: st
     assert verdict.right, verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel, target, only", IN_PTX)
 def test_faults_in_ptx_are_found(kernel: str, target: str, only: str) -> None:
     made = in_ptx(kernel, target, only)
@@ -103,6 +107,7 @@ def test_every_row_of_the_table_is_of_a_fault_that_survived() -> None:
         assert any(v.fault == fault and v.where.startswith(where) for v in survived), (fault, where)
 
 
+@pytest.mark.slow
 def test_a_change_of_a_kernel_makes_its_own_verdicts_stale() -> None:
     def keys() -> dict[str, str]:
         return {task.name: task.key for task in tasks() if task.name.startswith(("none", "weaken", "off"))}
@@ -125,6 +130,7 @@ def test_what_is_saved_is_loaded_sorted(tmp_path: Path) -> None:
     assert [*load(file).items()] == [(name, Kept(name, "key", "3.9.0", [FOUND])) for name in sorted(names)]
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_from_what_is_kept(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
     file = tmp_path / "verdicts.jsonl"
     arguments = ["--workers", "1", "--keep", str(file)]
@@ -140,10 +146,12 @@ def test_the_command_goes_on_from_what_is_kept(capsys: Any, monkeypatch: Any, tm
     assert command.main(["--only", "no such"]) == 2
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_its_time_is_over() -> None:
     assert [*run([*tasks("none")], 1, seconds=0.01)] == []
 
 
+@pytest.mark.slow
 def test_a_program_that_starts_gets_its_turn_from_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program of a rank is resident; all had slept, so waiting ones poll for long, and one of them goes first."""
     monkeypatch.setattr("fusedtp.sim.ptx.machine.MOST_TURNS", 60_000)

@@ -60,6 +60,7 @@ def released(case: Case, target: str) -> list[Counter[tuple[str, int]]]:
     return [Counter((e.function, e.words) for e in releases if e.rank == rank) for rank in range(ranks)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("w", [2, 3, 5])
 def test_a_rank_arrives_at_all_ranks_by_one_release(w: int, target: str) -> None:
@@ -67,6 +68,7 @@ def test_a_rank_arrives_at_all_ranks_by_one_release(w: int, target: str) -> None
         assert {words for function, words in of_rank if function == "arrive"} == {w}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("sizes", [(5, 3), (TILE + 1, 0, 2)])
 def test_a_program_publishes_its_tiles_to_all_ranks_by_one_release(sizes: tuple[int, ...], target: str) -> None:
@@ -77,6 +79,7 @@ def test_a_program_publishes_its_tiles_to_all_ranks_by_one_release(sizes: tuple[
         assert of_rank == {("arrive", w): 1, ("publish_to_all", w): min(tiles, programs)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", ["two_shot_all_reduce", "moe_dispatch", "moe_matmul_combine"])
 def test_what_is_for_all_ranks_is_published_to_all_at_once(operation: str) -> None:
     sizes = (5, 9, 3)
@@ -96,6 +99,7 @@ def stranger_and_failure() -> tuple[Run, SimulatedWorld]:
     return Run(work, memory, lambda: ()), world
 
 
+@pytest.mark.slow
 def test_a_stranger_is_noticed_by_a_rank_that_waits_for_one_that_failed_because_of_it() -> None:
     """The stranger itself may wait in vain: programs start in any order here, so peers can fail before they arrive."""
     noticed = 0

@@ -53,6 +53,7 @@ def row(out: str, case: str) -> list[str]:
     return [cell.strip() for cell in line.strip("│").split("│")]
 
 
+@pytest.mark.slow
 def test_a_file_is_checked_case_by_case_and_faults_are_reported(file, capsys, tmp_path):
     page = tmp_path / "timeline.html"
     code, out, _ = check(capsys, file, "--schedules", 8, "--timeline", page)
@@ -90,6 +91,7 @@ def test_exhaust_goes_through_small_cases_and_is_replayed_by_itself(file, capsys
     assert f"fusedtp check {file}::case_relaxed --exhaust 1 --target sm_90" in out
 
 
+@pytest.mark.slow
 def test_exhaust_says_that_its_limit_left_schedules_out(file, capsys):
     """It found nothing, but did not check everything."""
     words = (f"{file}::case_right", "--exhaust", 1, "--resident", "all", "--weak", "no", "--world-size", 2)
@@ -108,6 +110,7 @@ def test_lint_compiles_the_same_case_for_every_target(file, capsys):
     assert {words[0] for words in compiled if words[0] in TARGETS and words[-1] == "ok"} == set(TARGETS)
 
 
+@pytest.mark.slow
 def test_a_fused_kernel_goes_by_its_name_and_by_target(capsys):
     code, out, _ = check(capsys, "moe_dispatch", "--world-size", 2, "--schedules", 2, "--target", "sm_80", "sm_90")
     assert code == 0
@@ -115,6 +118,7 @@ def test_a_fused_kernel_goes_by_its_name_and_by_target(capsys):
         assert row(out, f"moe_dispatch ({target})")[1:3] == ["2", "2"]
 
 
+@pytest.mark.slow
 def test_workers_compile_though_the_caller_interprets(file, capsys, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     code, out, _ = check(capsys, f"{file}::case_right", "--schedules", 1)

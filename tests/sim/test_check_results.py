@@ -47,6 +47,7 @@ def file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return "mine_of_many.py"
 
 
+@pytest.mark.slow
 def test_every_case_has_its_own_result(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--target", "sm_80", "--schedules", "2", "--seconds", "60", "--workers", "1"]
     code = main([file, "nowhere.py", "--module", "mine_of_many:case_three_axes", *words, "--json"])
@@ -106,6 +107,7 @@ def case_last(): return user_cases.case_three_axes()
 """
 
 
+@pytest.mark.slow
 def test_a_case_that_ends_its_process_while_it_is_built_takes_no_other_with_it(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +156,7 @@ with pool(1) as workers:
 """
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_command_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as command:
         assert command.stdout is not None
@@ -179,6 +182,7 @@ sys.exit(main(["mine_of_many.py::case_three_axes", "--target=sm_80", "--schedule
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("interpret", "code"), [("0", 0), ("1", REFUSED)])
 def test_a_fork_server_that_the_program_had_before_serves_too(file: str, interpret: str, code: int) -> None:
     """It has already imported Triton; if it was imported to interpret, the check says so."""

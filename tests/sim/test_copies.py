@@ -87,6 +87,7 @@ def other_slot():
     return beside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "world_size", "schedules"), [(GATHERS[0], 2, 12), (GATHERS[0], 4, 4), (GATHERS[1], 3, 8)]
 )

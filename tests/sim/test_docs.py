@@ -40,6 +40,7 @@ def repair(path: Path) -> None:
     subprocess.run(["git", "apply", "-p1", "repair.diff"], cwd=path.parent, check=True)
 
 
+@pytest.mark.slow
 def test_the_report_of_the_page_is_what_the_command_prints(ring, capsys):
     assert main(["ring.py", "--workers", "1"]) == 1
     printed = capsys.readouterr().out

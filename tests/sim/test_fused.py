@@ -55,11 +55,15 @@ SCHEDULED = [
     ("switch_all_reduce", 2, "sm_90", examples(12, 5)),
     ("switch_all_reduce", 4, "sm_90", examples(6, 2)),
 ]
+SLOW = {(name, ranks): pytest.mark.slow if ranks > 2 or name == "mixed" else () for name, ranks, *_ in SCHEDULED}
 
 
 @pytest.mark.parametrize(
     ("name", "world_size", "target", "count"),
-    [pytest.param(*case, id="-".join(map(str, case[:3]))) for case in SCHEDULED],
+    [
+        pytest.param(name, world_size, *rest, id=f"{name}-{world_size}-{rest[0]}", marks=SLOW[name, world_size])
+        for name, world_size, *rest in SCHEDULED
+    ],
 )
 def test_no_schedule_of_a_fused_kernel_shows_a_fault(name, world_size, target, count):
     """In lockstep and warp by warp, with all late effects; the results equal the single-device formula's."""
@@ -137,6 +141,7 @@ def faults_of_other_call(operation: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", DECLARED)
 def test_that_a_rank_is_in_another_call_is_said_first_whatever_comes_of_it(operation):
     """After that, data arrive that no rank waits for, and race; the kernels have recorded the reason."""
@@ -146,6 +151,7 @@ def test_that_a_rank_is_in_another_call_is_said_first_whatever_comes_of_it(opera
         assert all(("1" in note) and note[0] != note[1] for note in notes), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rule"),
     [

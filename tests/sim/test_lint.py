@@ -87,6 +87,7 @@ def test_the_sample_has_each_kernel_on_two_targets_in_each_dtype_and_on_each_bra
     assert known <= switches, sorted(switches)
 
 
+@pytest.mark.slow
 def test_every_kernel_is_compiled(compiled_for, reports):
     """Every function of kernels/ that is launched, which means decorated with triton.jit itself."""
     launched = set()
@@ -127,6 +128,7 @@ SUMS = (
 )  # whose callers pad such operands
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", MATMULS)
 def test_addresses_of_rows_that_no_vector_divides_fit_registers(kernel):
     """A kernel that needs more local memory than is free waits for all running ones: forever, if ranks share a GPU."""

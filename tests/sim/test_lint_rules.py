@@ -110,6 +110,7 @@ def test_a_right_kernel_runs_without_a_fault(target: str) -> None:
     assert not {"barriers", "system_scope", "gated_load"} & {rule.__name__ for rule in lint.RULES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("fault", list(SHOWN))
 def test_what_the_lint_leaves_to_execution_is_shown_by_it(target: str, fault: str) -> None:
@@ -232,6 +233,7 @@ def test_a_kernel_that_does_not_compile_says_why() -> None:
         lint.check_cases([replace(refused, target="sm_70")])
 
 
+@pytest.mark.slow
 def test_cases_are_compiled_in_clean_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that interprets cannot compile. A refused case comes after the others."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -30,6 +30,7 @@ from tests.seeded.trials import FUSED
 TARGETS = ("sm_80", "sm_90")
 
 
+@pytest.mark.slow
 def test_every_kernel_of_the_library_has_a_case():
     assert {f"{name}_kernel" for name in KERNELS} | {*FUSED, *SIGNALS} == {*OWN}
     assert {case.name for case in local_cases("sm_80")} == {*KERNELS} - {*MAKES_FP8}
@@ -37,6 +38,7 @@ def test_every_kernel_of_the_library_has_a_case():
         assert names_of(name, target="sm_90") == [name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, target", [(c.name, target) for target in TARGETS for c in local_cases(target)])
 def test_a_kernel_of_one_rank_equals_its_formula(name: str, target: str) -> None:
     """In every variant, in lockstep and with late copies, and a warp at a time."""

@@ -40,6 +40,7 @@ def outcome_of(world_size: int, schedules: int, left_out: int | None) -> tuple[s
     return ("", "") if outcome.fault is None else (outcome.fault.rule, str(outcome.fault))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_no_schedule_shows_a_fault(world_size):
     assert outcome_of(world_size, 8, None) == ("", "")

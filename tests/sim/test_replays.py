@@ -16,6 +16,7 @@ def faults(world_size: int, schedules: int) -> list[tuple[str, int, str]]:
     return [(outcome.case, outcome.schedules, str(outcome.fault)) for outcome in outcomes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "schedules"), [(2, examples(3, 2)), (3, examples(2, 1))])
 def test_replays_between_eager_calls_show_no_fault(world_size, schedules):
     for name, done, fault in faults(world_size, schedules):
@@ -44,6 +45,7 @@ def with_a_baked_in(number: int, names: list[str]) -> list[str]:
     return unseen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "names"),
     [

@@ -39,6 +39,7 @@ def up(n: int, block: int) -> int:
 # -- conservation ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.sampled_from([GATHER, SCATTER]), world_sizes, tokens, sizes, sizes)
 def test_bytes_and_products_are_the_closed_forms(operation: str, w: int, t: int, n: int, k: int) -> None:
@@ -69,6 +70,7 @@ def test_an_all_reduce_sends_what_its_shots_need(w: int, t: int, n: int, k: int)
     assert got.sent == {pair: nbytes for pair, nbytes in want.items() if nbytes}
 
 
+@pytest.mark.slow
 def test_who_sends_in_a_gather_multiplies_when_all_is_sent() -> None:
     problem = Problem(GATHER, 4096, (2048,), 256, 4)
     config, got = problem.chosen(SMALL), time(problem)
@@ -89,6 +91,7 @@ def test_weights_of_few_rows_come_while_rows_travel(tokens: int) -> None:
     assert time(problem, slow).total - free < 1e-4  # x, what is stored, and y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", [SCATTER, REDUCE])
 def test_sums_over_ranks_leave_no_tail(operation: str) -> None:
     """Most are summed between the products; after the last product all programs together read the rest."""
@@ -133,6 +136,7 @@ def test_a_sum_by_the_switch_is_predicted_with_the_configuration_that_is_launche
     assert Problem(REDUCE, tokens, (n,), 64, w, transport=SWITCH).chosen(node) == launched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("w, t, n", [(8, 512, 1024), (4, 1000, 520), (2, 64, 64)])
 def test_the_switch_takes_every_partial_once_and_gives_every_sum_once(w: int, t: int, n: int) -> None:
     """If only links take time: a rank sends its partials and the sums that it owns, and receives all sums."""
@@ -182,6 +186,7 @@ def test_tma_moves_what_pointers_move(operation: str, tokens: int) -> None:
     assert (one.flops, one.sent, one.memory) == (two.flops, two.sent, two.memory)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.sampled_from([GATHER, SCATTER, REDUCE]), world_sizes, tokens, st.integers(300, 900))
 def test_skipping_iterations_changes_nothing(operation: str, w: int, t: int, k: int) -> None:

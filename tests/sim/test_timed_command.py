@@ -102,6 +102,7 @@ def test_comparisons_vary_what_they_name(compare: str) -> None:
     assert len({(p.chosen(SMALL), p.transport, p.order) for p in [problem, *found.values()]}) == 1 + len(found)
 
 
+@pytest.mark.slow
 def test_choices_are_compared_with_one_product() -> None:
     """Choices vary the fused kernel; the product is the same, even where a launch would give it other tiles."""
     problem = Problem(SCATTER, 512, (1024,), 256, 8)  # a tile has no rows of two owners: theirs are 64
@@ -133,6 +134,7 @@ def test_the_command_refuses_with_every_reason(capsys: pytest.CaptureFixture[str
     assert main(["--shape", "wide"]) == 2
 
 
+@pytest.mark.slow
 def test_all_sizes_stand_in_one_table_beside_those_of_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +167,7 @@ def test_all_sizes_stand_in_one_table_beside_those_of_before(
     assert main(["--tp", "2", "--switch"]) == 2
 
 
+@pytest.mark.slow
 def test_an_exchange_sends_what_its_routing_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks, Mixtral's rows: of a token's two choices, those that the other rank owns travel there and back."""
     before, now = tmp_path / "before.json", tmp_path / "now.json"

@@ -17,6 +17,7 @@ from tests.sim.exchange import replaced, schedules
 from tests.sim.test_fused import fault_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "count"), [(1, 2), (3, 6)])
 def test_no_schedule_of_exchanges_in_turn_shows_a_fault(world_size, count):
     outcome = explore(turns_case(world_size), count)
@@ -39,6 +40,7 @@ def exchanges(draw) -> list[Call]:
     return calls
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(exchanges(), schedules("sm_90"))
 def test_any_exchanges_on_one_workspace_under_any_schedule(calls: list[Call], schedule: Schedule):
@@ -51,6 +53,7 @@ def one_buffer(peers, rank):
     return tl.load(peers.data + rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rule"),
     [

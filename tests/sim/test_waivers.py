@@ -138,6 +138,7 @@ def explored(kind: str, waive: Any = (), schedules: int = 6) -> Outcome:
     return explore(Case(kind, lambda: tangled_run(kind)), schedules, waive=waive)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BEHIND)
 def test_each_finding_hides_the_next_until_it_is_waived(kind):
     """Even if one access races with two others: the order of the lines above is that of the ranks."""
@@ -232,6 +233,7 @@ def test_the_command_tells_what_was_waived_how_often_and_what_was_never_met(caps
     assert f"never met, maybe stale: --waive {STALE!r}\n" in out
 
 
+@pytest.mark.slow
 def test_a_report_gives_the_name_to_waive_and_a_replay_repeats_those_waived(capsys):
     code, out, _ = check(capsys, FIRST)
     assert code == 1 and f"\n  --waive {shlex.quote(SECOND)}\n" in out and f"waived: {FIRST}, met" in out
@@ -246,6 +248,7 @@ def test_a_report_gives_the_name_to_waive_and_a_replay_repeats_those_waived(caps
     assert error.value.fault.name == SECOND
 
 
+@pytest.mark.slow
 def test_json_has_names_and_counts(capsys):
     code, out, _ = check(capsys, "--json", FIRST, STALE)
     (case,) = json.loads(out)["cases"]

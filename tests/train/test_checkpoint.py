@@ -184,6 +184,7 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path, saved: Path):
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_kill_in_any_phase_of_a_save_leaves_a_checkpoint_that_loads(tmp_path: Path, phase: str):
     script = str(Path(__file__).with_name("killed_saver.py"))
@@ -212,6 +213,7 @@ def die_on(group: Any, rank: int, phase: str, folder: Path) -> None:
         checkpoints.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "phase"), [(1, "planned"), (1, "data written"), (0, "data fsynced"), (0, "rename"), (0, "prune")]
 )
@@ -515,6 +517,7 @@ if os.environ.get("FUSEDTP_ALL_MESHES") == "1":  # `make test-meshes`
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other", "options"), PAIRS)
 def test_a_checkpoint_loads_on_another_mesh_to_the_last_bit(worlds, tmp_path: Path, one: str, other: str, options: str):
     sizes = [ranks_of(mesh) for mesh in (one, other)]
@@ -541,6 +544,7 @@ def unmade_on(group, mesh: str, folder: Path, saves: bool) -> int:
     return len(state.optimizer.state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other"), [("dp2", "tp2"), ("pp2", "dp2")])
 def test_a_checkpoint_from_before_the_first_step_loads_on_another_mesh(worlds, tmp_path: Path, one: str, other: str):
     assert worlds(2).run(unmade_on, one, tmp_path, True) == [0, 0]
@@ -599,6 +603,7 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_save_changes_nothing_and_what_was_not_made_is_loaded_as_not_made(tmp_path: Path, kind: str, steps: int):

@@ -216,6 +216,7 @@ def test_a_microbatch_knows_the_place_of_its_first_token(tokens):
             assert torch.equal(ids.flatten(), flat[place : place + ids.numel()])
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(data=st.data(), size=st.integers(2, 400), length=st.integers(1, 40), seed=st.integers(0, 9))
 def test_an_epoch_visits_every_window_once_whoever_takes_it(tmp_path_factory, data, size: int, length: int, seed: int):

@@ -21,6 +21,7 @@ def run_twice(group: Any, mesh: str, options: str, tokens: Path, folder: Path) -
         return [trained(group, mesh, options, tokens, folder / str(turn))[:2] for turn in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "options"), [("tp2", "--tie-embeddings"), ("dp2", "--accumulate 2")])
 def test_two_runs_are_the_same_to_the_last_bit(worlds, tokens, tmp_path, mesh, options):
     for (records, state), (again, state_again) in worlds(2).run(run_twice, mesh, options, tokens, tmp_path):

@@ -70,6 +70,7 @@ def configuration(options: str) -> TrainConfig:
     return parse(f"--elastic --width 32 --layers 4 --length 16 {options}".split())
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example("--tp 2 --dp 2 --batch 8", 6)
 @example("--tp 2 --dp 4 --dp-replicate 2 --batch 8", 2)
@@ -163,6 +164,7 @@ def job(book, tmp_path, monkeypatch) -> Job:
     return Job(book, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["--replace"], ["--replace", "--elastic"], ["--elastic"]])
 def test_ranks_that_are_started_again_go_on_and_those_of_another_job_do_as_asked(job, capsys, more):
     assert job.start("--replace", job="before", until=3) == (0, [0, 1, 2])
@@ -195,6 +197,7 @@ def test_without_a_name_torchruns_count_tells_a_restart(job):
     assert job.start("--resume", "--step", "3", until=8, job="a") == (0, [6, 7]), "that was for the first ranks"
 
 
+@pytest.mark.slow
 def test_another_torchrun_of_the_same_name_is_another_job(job, monkeypatch, capsys):
     """With a fixed --rdzv-id, only a torchrun that trained the run before may continue it without being asked."""
 
@@ -226,6 +229,7 @@ def decided(group: Any, runs: Path, options: str) -> Any:
 BOOKS = {"TORCHELASTIC_RUN_ID": "books"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [0, 1])
 def test_one_agent_that_was_there_before_makes_it_the_same_job(worlds, tmp_path, monkeypatch, known):
     (folder := tmp_path / "main").mkdir()
@@ -280,6 +284,7 @@ def test_a_rank_that_others_leave_asks_to_be_started_again(job, monkeypatch):
     assert job.start("--elastic") == (0, list(range(4, 14)))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_started_again_waits_for_the_one_before_it(tmp_path):
     holder = subprocess.Popen(
         [warm_python(), "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment()

@@ -163,6 +163,7 @@ def model_and_data(config: TrainConfig) -> TrainConfig:
     return TrainConfig(config.model, config.data, run=config.run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_a_mesh_gives_the_gradients_of_one_process(worlds, words: Path, tokens: Path, options: str):
     config = config_of(options, words)
@@ -177,6 +178,7 @@ def test_a_mesh_gives_the_gradients_of_one_process(worlds, words: Path, tokens: 
     assert names == gradients.keys() and len(names) > 9 * config.model.layers
 
 
+@pytest.mark.slow
 def test_ci_has_every_mesh_and_schedule(words: Path):
     configs = [config_of(options, words) for options in [*CASES.values()][:15]]
     assert [fault for config in configs for fault in all_faults(config)] == []

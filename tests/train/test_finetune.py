@@ -135,6 +135,7 @@ def test_defaults_are_of_what_is_trained(folder):
     assert first.optim.warmup == 5 and first.parallel.tp == 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_options_that_it_had(corpus, folder, tmp_path):
     """Includes options that depend on the model, and the folder of the trained model."""
     out = tmp_path / "out"
@@ -221,6 +222,7 @@ def test_a_full_disk_leaves_the_folder_of_the_trained_model_as_it_was(corpus, fo
         assert not torch.equal(trained.lm_head.weight, model.lm_head.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["torchrun", "fusedtp"])
 def test_the_trained_model_is_written_under_a_torchrun_of_ones_own(corpus, folder, tmp_path, monkeypatch, by):
     """If this command started the ranks, it writes the model itself after they all ended."""

@@ -143,6 +143,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "family", "options"), CASES)
 def test_a_mesh_gives_the_gradients_of_transformers_with_documents_apart(
     worlds, tokens: Path, folders: dict[str, Path], mesh: str, family: str, options: str
@@ -173,6 +174,7 @@ def config_file(folder: Path, **more: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, 2])
 def test_random_weights_are_the_same_on_every_mesh(worlds, tmp_path: Path, lora: int):
     options = f"--model {config_file(tmp_path, vocab_size=259, intermediate_size=25)} --lora {lora}"
@@ -248,6 +250,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "of", "wanted"),
     [
@@ -277,6 +280,7 @@ def test_an_exported_model_has_the_special_ids_of_its_vocabulary(vocabulary, tmp
         assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == wanted, kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["tokenizer", "folder"])
 def test_an_exported_model_generates_as_its_folder_says(vocabulary, tmp_path, of):
     """It keeps the end ids and sampling settings of generation_config.json, except for ids of another vocabulary."""
@@ -308,6 +312,7 @@ def test_dropout_that_stays_off_is_said(tmp_path: Path, capsys, model_type: str,
     assert lines == ([] if said is None else [f"dropout stays off; the model's configuration has {said}"])
 
 
+@pytest.mark.slow
 def test_a_run_is_verified_resumed_exported_and_goes_on_with_a_text(folders, tmp_path: Path, capsys):
     folder = folders["llama tied"]
     assert cli.main(arguments(folder, tmp_path, "--verify", "--accumulate", "2")) == 0
@@ -336,6 +341,7 @@ def test_a_run_is_verified_resumed_exported_and_goes_on_with_a_text(folders, tmp
     assert one == two and one["prompt"] == "7 times" and one["text"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_pipeline_loads_in_one_process(worlds, folders, tokens: Path, tmp_path: Path):
     options = f"--pp 2 --accumulate 2 --steps 2 --model {folders['llama tied']}"
     ranks = worlds(4).run(trained, "pp2 tp2", options, tokens, tmp_path / "one")
@@ -417,6 +423,7 @@ def test_ids_that_a_model_does_not_have_are_refused(tmp_path: Path):
     assert refusals(f"--model {path} {ids}") == [f"{path} has 499 tokens, fewer than --vocab-size 500"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "more", "most"),
     [

@@ -133,6 +133,7 @@ def run_page(group: Any, folder: str) -> tuple[int, int, list[int]]:
     return first, names["trainer"].step, found
 
 
+@pytest.mark.slow
 def test_the_page_runs(worlds, tmp_path: Path):
     assert len(BLOCKS) == 3
     assert worlds(2).run(run_page, str(tmp_path)) == [(5, 20, [16, 20])] * 2
@@ -190,6 +191,7 @@ def own_trainer(group: Any, axis: str, accumulate: int, steps: int) -> list[tupl
     return [(record["loss"], record["grad_norm"]) for record in trainer.metrics.steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axis", "accumulate"), [("tp", 4), ("dp", 2), ("pp", 4)])
 def test_own_parts_train_like_the_plain_loop(worlds, axis: str, accumulate: int):
     """Means are over all labels of a step, on any rank and microbatch; dropout depends on the token's position."""
@@ -214,6 +216,7 @@ def trainer_on_axes_of_one(group: Any, steps: int) -> list[tuple[float, float]]:
     return [(record["loss"], record["grad_norm"]) for record in trainer.metrics.steps]
 
 
+@pytest.mark.slow
 def test_axes_of_one_train_like_the_plain_loop(worlds):
     """Pipeline, data and tensor axes of size one use the same code as larger ones."""
     (found,) = worlds(1).run(trainer_on_axes_of_one, 3)
@@ -271,6 +274,7 @@ def test_a_step_that_takes_a_batch_twice_is_told_once(make, accumulate: int):
     assert [str(each.message) for each in told] == [f"{said} more than once"] * (len(set(seen)) < accumulate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_torchdatas_loader_goes_on_where_it_was(num_workers: int):
     """Each epoch is reshuffled, and workers read ahead."""
@@ -461,6 +465,7 @@ def test_what_is_no_batch_is_refused(batch: Any, why: str):
         next(FromLoader([batch], World()).step())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: small_model(0.0), lambda: small_foreign()], ids=["own", "transformers"])
 @pytest.mark.parametrize("given", [("input_ids",), ("input_ids", "labels", "positions", "document_ids")], ids=len)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8, torch.uint16, torch.uint32])

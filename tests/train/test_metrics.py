@@ -64,6 +64,7 @@ def test_a_full_disk_ends_no_run(tmp_path, monkeypatch, capsys):
         results.JsonLines(tmp_path / "metrics.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # from TensorBoard's writer
 @pytest.mark.parametrize("when", ["at first", "later", "at last"])
 def test_events_that_cannot_be_written_end_no_run(tmp_path, monkeypatch, capsys, when):

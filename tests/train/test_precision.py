@@ -78,6 +78,7 @@ def gradients(group: Any, options: str, tokens: Path, scale: float) -> tuple[flo
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_a_power_of_two_changes_no_gradient_by_a_bit(worlds, tokens: Path, options: str):
     """In fp32, every part of the loss is scaled exactly once, including router losses and losses of pipeline stages."""
@@ -134,6 +135,7 @@ def local(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 @pytest.mark.parametrize("norm", ["2", "inf"])
 def test_all_ranks_leave_out_the_step_that_overflows_on_one(worlds, tokens: Path, mesh: str, norm: str):
@@ -145,6 +147,7 @@ def test_all_ranks_leave_out_the_step_that_overflows_on_one(worlds, tokens: Path
         assert [record["loss_scale"] for record in records] == [1024, 1024, 512, 512]
 
 
+@pytest.mark.slow
 def test_a_run_whose_first_steps_overflow_is_that_of_one_process(worlds, tokens: Path):
     """2^27 times a gradient of about 1 is far above fp16's maximum, 65504, so the overflows are real."""
     options = f"--dtype fp16 --steps 14 --loss-scale {2.0**27} --reduce-dtype bf16"
@@ -160,6 +163,7 @@ def test_a_run_whose_first_steps_overflow_is_that_of_one_process(worlds, tokens:
         assert found.passed and found.steps > sum(skipped) + 1, found
 
 
+@pytest.mark.slow
 def test_a_run_that_gathers_in_bf16_is_that_of_one_process_and_keeps_its_weights_in_fp32(worlds, tokens: Path):
     options = "--dtype bf16 --param-dtype bf16 --data-parallel zero2 --steps 8"
     config = parse(f"{SIZES} {options}".split())
@@ -173,6 +177,7 @@ def test_a_run_that_gathers_in_bf16_is_that_of_one_process_and_keeps_its_weights
         assert any(not torch.equal(each, each.bfloat16().float()) for each in held)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_scale_that_it_had(worlds, tokens: Path, tmp_path: Path):
     options = "--dtype fp16 --loss-scale 4096 --loss-scale-window 3"
     ranks = worlds(2)

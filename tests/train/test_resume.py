@@ -101,6 +101,7 @@ SAME = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "options"), SAME)
 def test_a_resumed_run_equals_one_that_never_stopped(
     worlds, at_once, tokens: Path, tmp_path: Path, mesh: str, options: str
@@ -126,6 +127,7 @@ OTHER = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other", "options"), OTHER)
 def test_on_another_mesh_the_order_stays_and_losses_are_within_rounding(
     worlds, at_once, tokens: Path, tmp_path: Path, one: str, other: str, options: str
@@ -167,6 +169,7 @@ def with_loader(group: Any, dp: int, tp: int, folder: Path, resume: bool) -> tup
     return [(r["loss"], r["grad_norm"]) for r in trainer.metrics.steps], loader.state, said
 
 
+@pytest.mark.slow
 def test_each_data_parallel_rank_goes_on_with_its_own_loader(worlds, tmp_path: Path):
     """Tensor-parallel peers share a loader state. With another number of ranks, as many batches are dropped."""
     ranks = worlds(4)
@@ -192,6 +195,7 @@ def incidents(folder: Path) -> list[str]:
     return [json.loads(line)["what"] for line in (folder / INCIDENTS).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_run_goes_on_later(book, tmp_path, monkeypatch, capsys):
     assert cli.main(arguments(book, tmp_path, "--name", "one")) == 0
 
@@ -224,6 +228,7 @@ def test_a_run_that_was_killed_right_after_a_checkpoint_says_why_it_ended(book, 
     assert "resumed at step 6, lost 0 steps, because rank 1, killed by SIGKILL\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_left_out_and_said(book, tmp_path, capsys):
     assert cli.main(arguments(book, tmp_path, "--save-every", "2", "--keep-last", "9")) == 0
     folder = tmp_path / "main"
@@ -247,6 +252,7 @@ def test_a_damaged_checkpoint_is_left_out_and_said(book, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_more_steps_and_an_earlier_checkpoint(book, tmp_path, capsys):
     every = ("--save-every", "2", "--keep-last", "9")
     assert cli.main(arguments(book, tmp_path, *every)) == 0
@@ -263,6 +269,7 @@ def test_more_steps_and_an_earlier_checkpoint(book, tmp_path, capsys):
     assert "no step was trained" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_speed_of_a_run_whose_batch_was_changed_is_that_of_its_tokens(book, tmp_path):
     assert cli.main(arguments(book, tmp_path, "--batch", "8", "--steps", "3")) == 0
     assert cli.main(["train", "--runs", str(tmp_path), "--resume", "--batch", "2", "--steps", "6"]) == 0
@@ -275,6 +282,7 @@ def test_the_speed_of_a_run_whose_batch_was_changed_is_that_of_its_tokens(book, 
     )
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_lost_its_records_ends_in_order(book, tmp_path, capsys):
     assert cli.main(arguments(book, tmp_path, "--verify", "--verify-steps", "1")) == 0
     path = tmp_path / "main" / "metrics.jsonl"
@@ -286,6 +294,7 @@ def test_a_finished_run_that_lost_its_records_ends_in_order(book, tmp_path, caps
         assert said in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_run_is_gone_on_with_and_the_run_stays(book, tmp_path):
     assert cli.main(arguments(book, tmp_path, "--name", "books", "--save-every", "2", "--keep-last", "9")) == 0
     shutil.copytree(tmp_path / "books", tmp_path / "main")
@@ -295,6 +304,7 @@ def test_a_copy_of_a_run_is_gone_on_with_and_the_run_stays(book, tmp_path):
     assert json.loads((tmp_path / "main" / "config.json").read_text())["run"]["name"] == "main"
 
 
+@pytest.mark.slow
 def test_without_saving_a_resumed_run_leaves_all_checkpoints_as_they_are(book, tmp_path, monkeypatch, capsys):
     assert cli.main(arguments(book, tmp_path, "--save-every", "2", "--keep-last", "9")) == 0
     folder = tmp_path / "main" / CHECKPOINTS
@@ -317,6 +327,7 @@ def test_without_saving_a_resumed_run_leaves_all_checkpoints_as_they_are(book, t
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_first_steps_of_other_options_are_not_compared_with_one_process(book, tmp_path, capsys):
     """More --steps change the learning rate of every step, including the first ones."""
     assert cli.main(arguments(book, tmp_path, "--verify", "--verify-steps", "5")) == 0
@@ -328,6 +339,7 @@ def test_first_steps_of_other_options_are_not_compared_with_one_process(book, tm
         assert "not compared with one process: the first steps were trained with another --steps" in told
 
 
+@pytest.mark.slow
 def test_what_a_run_cannot_go_on_from_is_refused_with_all_that_differs(book, tmp_path, capsys):
     assert cli.main(arguments(book, tmp_path)) == 0
     again = ["train", "--runs", str(tmp_path), "--resume"]
@@ -398,6 +410,7 @@ def test_a_checkpoint_that_lost_a_file_is_refused_before_ranks_start(book, tmp_p
     assert "no checkpoint can be read: step-00000006/.metadata is missing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_whose_configuration_was_cut_goes_on_with_that_of_its_checkpoint(book, tmp_path, capsys):
     assert cli.main(arguments(book, tmp_path, "--seed", "3", "--save-every", "2")) == 0
     config = tmp_path / "main" / "config.json"

@@ -187,6 +187,7 @@ def test_a_run_repeats_itself_and_replaces_its_outputs(corpus, tmp_path):
     assert (tmp_path / "again" / "mine.txt").exists()
 
 
+@pytest.mark.slow
 def test_accumulation_gives_the_same_training(corpus, tmp_path):
     def losses(accumulate: int) -> list[float]:
         arguments = [
@@ -207,6 +208,7 @@ def test_accumulation_gives_the_same_training(corpus, tmp_path):
     assert losses(4) == pytest.approx(losses(1), rel=6 * rounding(parse(TINY)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["own", "llama"])
 def test_token_ids_without_a_tokenizer_are_trained_on_and_gone_on_with(tmp_path, capsys, model):
     np.save(tmp_path / "ids.npy", np.arange(20_000) * 7 % 500)

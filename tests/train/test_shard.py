@@ -62,6 +62,7 @@ def run(model: CausalLM, kind: str, dp: int) -> None:
         model(**own.arguments()).loss.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_a_kind_gives_the_gradients_of_one_process_with_its_messages(worlds, kind: str):
     ((_, wanted, wanted_norm, _),) = alone(False, ((MICROBATCHES, 8),))

@@ -152,6 +152,7 @@ def steps_of_pipeline(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("pp", "tp", "tied"), [(2, 1, False), (2, 1, True), (2, 2, True)])
 def test_every_schedule_gives_the_gradients_of_one_process(worlds, schedule: str, pp: int, tp: int, tied: bool):
@@ -215,6 +216,7 @@ def with_flex_attention(
         return steps_of_pipeline(schedule, 2, tp, False, steps, recompute=recompute), taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "tp", "recompute"),
     [
@@ -261,6 +263,7 @@ def messages_of(
     return engines.layer_calls(communicator(mesh["tp"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["auto", "collective"])
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
 def test_weight_gradients_that_come_later_repeat_no_communication(worlds, recompute: Recompute | None, engine: str):
@@ -318,6 +321,7 @@ def half_of(batch: Microbatch, dp: int) -> Microbatch:
     return Microbatch(ids, labels, place, batch.num_labels / 2, batch.positions[row], batch.document_ids[row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "tied"),
     [(schedule, schedule not in V_SHAPED) for schedule in SCHEDULES] + [("interleaved_zero_bubble", False)],

@@ -61,6 +61,7 @@ def recorded(group: Any, schedule: str) -> tuple[list[list[Action]], list[float]
     return told, norms, left, order_of(pipeline.ran), shares(told[0], pipeline.ran)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_pass_once_and_after_what_it_waits_for(worlds, schedule: str):
     (told, norms, left, listed, found), (other, *_) = worlds(2).run(recorded, schedule)
@@ -105,6 +106,7 @@ def test_a_step_that_cannot_be_written_is_shown_all_the_same(worlds, tmp_path: P
     assert f"{path} could not be written: Is a directory\n" in said and "idle" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "step"),
     [

@@ -150,6 +150,7 @@ def test_what_is_not_finite_is_not_equal(wrong):
     assert not compare(parse([]), REFERENCE, every, every).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "off"), [("fp32", 1e-5), ("bf16", 0.02)])
 @pytest.mark.parametrize("step", [0, 12, STEPS - 1])
 @pytest.mark.parametrize("sign", [1, -1])

@@ -45,6 +45,7 @@ def on_mesh(group: Any, options: str, tokens: Path, dp: int, tp: int, ep: int, p
     return shapes_of(config, tokens, World(dp, tp, ep, group.rank(), torch.device("cpu"), mesh, flat, pp=pp))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "dp", "pp", "least"),
     [

@@ -322,6 +322,7 @@ def train(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [pytest.param(mesh, marks=pytest.mark.slow) if mesh == "pp" else mesh for mesh in MESHES]
 )
@@ -340,6 +341,7 @@ def test_a_slow_rank_of_a_run_is_named_whatever_its_peers_wait_in(worlds, tokens
         assert parts == pytest.approx(sum(record["seconds"] for record in mine["steps"][1:]), rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_rank_that_reads_slowly_is_named_for_its_data(worlds, tokens):
     short, _ = worlds(2).run(train, "dp", f"--steps {LEAST_STEPS}", tokens, Slow("data", 20))
     assert not short["told"]  # the first step is warm-up and does not count
@@ -348,6 +350,7 @@ def test_a_rank_that_reads_slowly_is_named_for_its_data(worlds, tokens):
     assert "rank 1 on " in line and " is slow in data: " in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp", "pp"])
 def test_an_even_run_raises_no_alarm(worlds, tokens, mesh):
     first, _ = worlds(2).run(train, mesh, "", tokens, Slow("compute", 1))
@@ -365,6 +368,7 @@ FAULTS = {  # mesh, breakage, expected message
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAULTS)
 def test_where_nan_began_is_named_and_every_rank_stops(worlds, tokens, case):
     mesh, poison, said = FAULTS[case]
@@ -376,6 +380,7 @@ def test_where_nan_began_is_named_and_every_rank_stops(worlds, tokens, case):
     assert (first["finite"] and second["finite"]) == (case != "weight")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp", "pp", "tp"])
 def test_a_skipped_step_changes_no_parameter_and_no_order_of_the_data(worlds, tokens, mesh):
     broken = Poison("gradient", "layers.0", rank=0)
@@ -393,6 +398,7 @@ def test_a_skipped_step_changes_no_parameter_and_no_order_of_the_data(worlds, to
     assert line.startswith("step 3: ") and line.endswith("; the step was skipped")
 
 
+@pytest.mark.slow
 def test_a_run_whose_every_step_is_skipped_ends(worlds, tokens):
     broken = Poison("output", "layers.0", steps=range(99))
     first, _ = worlds(2).run(train, "dp", f"--on-nan skip --steps {SKIPS_IN_A_ROW + 3}", tokens, broken)
@@ -460,6 +466,7 @@ def hang(group: Any, mesh: str, tokens: Path, folder: Path, frozen: bool = False
         trainer.train(5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "call"),
     [
@@ -480,6 +487,7 @@ def test_a_rank_that_hangs_is_named_by_the_others_with_its_last_call(tokens, tmp
     assert report["what"] in first.message
 
 
+@pytest.mark.slow
 def test_a_rank_whose_process_is_stopped_is_named_as_one_that_answers_no_more(tokens, tmp_path):
     with pool.World(2) as ranks:
         first, _ = ranks.outcomes(hang, "dp", tokens, tmp_path, True, grace=5)
@@ -487,6 +495,7 @@ def test_a_rank_whose_process_is_stopped_is_named_as_one_that_answers_no_more(to
     assert re.search(r"rank 1 on \S+ no longer responds; it was last seen in \S+ of step 1", first.message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp", "tp"])
 def test_a_frozen_rank_that_holds_the_store_is_named(tokens, tmp_path, mesh):
     with pool.World(2) as ranks:
@@ -534,6 +543,7 @@ def out_of_order(group: Any, mesh: str, tokens: Path, folder: Path) -> None:
         trainer.train(5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp", "pp"])
 def test_ranks_whose_collectives_are_out_of_order_are_named_with_their_last_calls(tokens, tmp_path, mesh):
     with pool.World(2) as ranks:
@@ -570,6 +580,7 @@ CLOSED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", CLOSED)
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_connection_closed_by_one_that_timed_out_is_a_timeout_too(worlds, tokens, closed, first):
@@ -600,6 +611,7 @@ def leaving_late(group: Any, tokens: Path, late: int) -> tuple[str, float]:
     raise AssertionError("no error")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_whose_wait_times_out_later_still_learns_where_the_others_are(worlds, tokens, late):
     found = worlds(2).run(leaving_late, tokens, late)
@@ -664,6 +676,7 @@ def out_of_step(group: Any, what: str, tokens: Path) -> None:
     trainer.train(5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["shape", "order"])
 def test_ranks_of_a_layer_that_are_out_of_step_name_each_other(tokens, what):
     with pool.World(2) as ranks:

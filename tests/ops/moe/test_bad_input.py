@@ -71,6 +71,7 @@ ALIKE = {  # every rank passes the same
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["chunked", "collective"])
 @pytest.mark.parametrize("name", ALIKE)
 def test_what_does_not_fit_raises_on_every_rank(name, engine):
@@ -90,6 +91,7 @@ DIFFER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIFFER)
 def test_ranks_that_disagree_are_told_how(name):
     changes, words = DIFFER[name]

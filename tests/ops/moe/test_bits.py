@@ -83,6 +83,7 @@ def splits(draw: st.DrawFn, tokens: int, ranks: list[int]) -> list[tuple[int, ..
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.data())
 def test_any_split_gives_the_same_bits(data: st.DataObject):
@@ -90,6 +91,7 @@ def test_any_split_gives_the_same_bits(data: st.DataObject):
     same_for_all_splits(case, splits(data.draw, case.sizes[0], [1, 2, 3, 4]), in_threads)
 
 
+@pytest.mark.slow
 def test_any_split_gives_the_same_bits_by_kernels():
     """One fp32 case, because kernels are interpreted here; the order of four summands shows in fp32."""
     pytest.importorskip("triton")
@@ -97,6 +99,7 @@ def test_any_split_gives_the_same_bits_by_kernels():
     same_for_all_splits(case, [(4, 2), (1, 0, 5)], in_processes)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(cases(("chunked", "collective", "triton"), DTYPES[:1] + DTYPES[2:]))
 def test_a_repeated_exchange_gives_the_same_bits(case: Case):

@@ -126,6 +126,7 @@ def engines_agree(group, case: Case, engines: tuple[str, ...], rough: bool) -> N
                 assert_same(f"{engine}: {name} without comm_dtype", one, bare)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.integers(1, 3), st.integers(0, 9), st.sampled_from([1, 5, 130]), st.sampled_from(DTYPES), st.booleans(),

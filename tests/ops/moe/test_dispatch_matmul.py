@@ -53,6 +53,7 @@ def case(
 LARGE = Matmul(case((150, 40), 4, 2, 70, room=5), 80, "silu")  # several tiles per expert, chunks that span experts
 
 
+@pytest.mark.slow
 @needs_triton
 @settings(max_examples=2)
 @given(matmuls())
@@ -64,6 +65,7 @@ def test_the_bits_are_those_of_two_calls(law):
     world(len(law.case.sizes)).run(laws.equals_two_calls, law)
 
 
+@pytest.mark.slow
 @needs_triton
 @settings(max_examples=2)
 @given(matmuls(gated=False))
@@ -81,6 +83,7 @@ def test_gated_integers_give_the_formula_of_the_tokens(law):
     world(len(law.case.sizes)).run(laws.equals_dense, law)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(matmuls(engine="chunked", dtypes=(FP32, BF16, FP16, FP64)))
 @example(Matmul(case((600, 40), 4, 2, 70, BF16, "skewed", 0.3, room=5, engine="chunked"), 80))
@@ -88,18 +91,21 @@ def test_on_a_cpu_the_bits_are_those_of_two_calls(law):
     world(len(law.case.sizes)).run(laws.equals_two_calls, law)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(matmuls(gated=False, engine="chunked", dtypes=(FP32, BF16, FP16, FP64)))
 def test_on_a_cpu_integers_give_the_formula_of_the_tokens(law):
     world(len(law.case.sizes)).run(laws.equals_dense, law)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("act", ["", "silu"])
 def test_a_layer_of_experts_takes_it_and_fills_main_grads(act, engine):
     world(3).run(laws.layer, Matmul(case(engine=engine), 4, act))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("act", ["", "gelu"])
 def test_a_compiled_graph_equals_eager_code(act, engine):
@@ -130,6 +136,7 @@ def compiled_without_room(group, joined: bool) -> None:
     torch.compile(layer, backend="aot_eager", fullgraph=True)(x, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_compiled_graph_on_a_cpu_notices_it_on_every_rank_too(joined):
     with pytest.raises(WorldError) as raised:
@@ -153,6 +160,7 @@ def check_op(group, act: str, engine: str) -> None:
     torch.library.opcheck(torch.ops.fusedtp.moe_dispatch_matmul.default, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("act", ["", "silu"])
 def test_opcheck(act, engine):

@@ -61,6 +61,7 @@ def also_full(*engines: str):
     return decorate
 
 
+@pytest.mark.slow
 @also_full("chunked", "collective", "auto")
 @settings(max_examples=150)
 @given(cases())
@@ -75,6 +76,7 @@ def test_wide_rows_are_conserved(case, width):
     world(len(case.sizes)).run(conserves_rows, replace(case, width=width))
 
 
+@pytest.mark.slow
 @also_full("chunked", "collective")
 @settings(max_examples=50)
 @given(cases())
@@ -82,6 +84,7 @@ def test_rows_are_conserved_between_threads(case):
     VirtualWorld(len(case.sizes)).run(lambda group: conserves_rows(group, case))
 
 
+@pytest.mark.slow
 @also_full("triton")
 @settings(max_examples=15)
 @given(cases(engines=("triton",)).filter(lambda case: case.dtype != torch.float64))

@@ -112,6 +112,7 @@ def layers(draw: st.DrawFn) -> tuple[Matmul, int | None, bool]:
 SEVERAL = Matmul(Case("chunked", (5, 2, 7), 6, 3, 5, torch.float32, "skewed", 0.2, 0), 4, "silu")
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @example((SEVERAL, 4, False))
 @example((replace(SEVERAL, act="", case=replace(SEVERAL.case, engine="collective")), 3, True))
@@ -140,6 +141,7 @@ def by_default(group, layer: Layer, shares: int) -> list[int]:
     return [0 if use is None else int(use.rounds) for use in used]
 
 
+@pytest.mark.slow
 def test_more_than_the_usual_room_comes_in_rounds_of_kernels():
     """Five tokens with two choices each: a share is 5 of 10 rows."""
     pytest.importorskip("triton")
@@ -151,6 +153,7 @@ def test_more_than_the_usual_room_comes_in_rounds_of_kernels():
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "tokens", "top_k", "experts", "row_bytes", "engine", "want"),
     [

@@ -68,6 +68,7 @@ def check_combine(group, sizes: tuple[int, ...], engine: str) -> None:
     assert gradcheck(everything, inputs((6, 3), (5, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["chunked", "collective"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("check", [check_dispatch, check_combine])
@@ -120,6 +121,7 @@ def whole_layer(group, sizes: tuple[int, ...], capacity: float | None, drop: str
     return dropped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes, capacity, drop",
     [((5,), None, "position"), ((2, 3), 0.8, "position"), ((5, 0), 0.8, "probability")],

@@ -9,6 +9,7 @@ from tests.ops.moe.layer_laws import SMALL, Layer, Planned, experts_law
 SIZES = [(6, 0, 5), (4,), (3, 9)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("engine", ["chunked", "collective"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -29,6 +30,7 @@ def test_a_plan_may_be_changed_in_place(engine):
     world(3).run(by_a_plan, Layer((6, 0, 5), **SMALL, engine=engine))
 
 
+@pytest.mark.slow
 def test_a_plan_may_be_changed_in_place_for_kernels():
     pytest.importorskip("triton")
     world(2).run(by_a_plan, Layer((2, 3), 4, 2, 4, 3, engine="triton"))

@@ -57,6 +57,7 @@ cuts = st.builds(
 widths = st.integers(0, 24)
 
 
+@pytest.mark.slow
 @needs_triton
 @settings(max_examples=4)
 @example(Case("triton", (7, 0, 12), 6, 3, 5, torch.bfloat16, "skewed", 0.3, 1), 37, Cut(2))
@@ -65,6 +66,7 @@ def test_out_and_all_gradients_are_those_of_the_formula(case, width, cut):
     world(len(case.sizes)).run(equals_the_formula, case, width, cut)
 
 
+@pytest.mark.slow
 @needs_triton
 @settings(max_examples=2)
 @example(Case("triton", (9, 4), 4, 2, 7, torch.float32, "uniform", 0.0, 0), 24, Cut())
@@ -84,6 +86,7 @@ def test_cpu_ranks_multiply_into_their_peers_memory(case, width):
     world(len(case.sizes)).run(equals_the_formula, case, width, Cut())
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @example(Case("chunked", (300, 4), 2, 2, 33, torch.bfloat16, "skewed", 0.3, 0), 40)
 @given(cases("chunked", WIDE).filter(lambda case: len(case.sizes) > 1), widths)
@@ -108,6 +111,7 @@ def check_op(group, engine: str) -> None:
         torch.library.opcheck(torch.ops.fusedtp.moe_matmul_combine.default, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_opcheck(engine):
     world(3).run(check_op, engine)
@@ -138,6 +142,7 @@ def compiled(group, engine: str) -> None:
         assert torch.equal(eager, graph)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_compiled_layer_equals_an_eager_one(engine):
     world(3).run(compiled, engine, timeout=120)

@@ -40,6 +40,7 @@ def check_op(group, name: str, engine: str, comm_dtype: str = "") -> None:
     torch.library.opcheck(getattr(torch.ops.fusedtp, name).default, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["chunked", "collective"])
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name, engine):

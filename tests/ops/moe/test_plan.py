@@ -25,6 +25,7 @@ def exchanges(draw):
     return sizes, here, draw(st.integers(1, min(4, here * len(sizes))))
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100, 30))
 @given(
     exchanges(),

@@ -139,6 +139,7 @@ def also_full(law):
     return law
 
 
+@pytest.mark.slow
 @also_full
 @settings(max_examples=40)
 @given(rooms())
@@ -152,6 +153,7 @@ def test_rounds_equal_no_bound_between_threads(room):
     VirtualWorld(len(room.case.sizes)).run(lambda group: equals_the_unbounded(group, room))
 
 
+@pytest.mark.slow
 def test_rounds_of_kernels_equal_no_bound():
     """8 and 6 rows in three rounds; the last round has rows of one owner only."""
     pytest.importorskip("triton")
@@ -214,6 +216,7 @@ def compiled(group) -> None:
         assert torch.equal(eager, graph)
 
 
+@pytest.mark.slow
 def test_compiled_rounds_equal_eager_ones():
     world(2).run(compiled, timeout=120)
 

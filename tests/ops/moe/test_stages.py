@@ -135,6 +135,7 @@ def refused(group, between: bool, experts: int, sizes) -> None:
     fusedtp.moe_in_stages(torch.ones(2, 3), ids, torch.ones(2, 1), experts, *groups, lambda rows, _: rows, sizes=sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [True, False])
 def test_what_does_not_fit_is_refused(between):
     shape = "2 nodes x 1" if between else "1 nodes x 2"

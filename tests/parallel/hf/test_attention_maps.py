@@ -75,6 +75,7 @@ def compared(group: Any, name: str) -> None:
         torch.testing.assert_close(grad, want_grad, rtol=1e-3, atol=1e-4 * largest, msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world_size"), [("llama", 2), ("llama", 4), ("gpt2", 2), ("bart", 2), ("lora", 2)])
 def test_maps_of_all_heads(name: str, world_size: int):
     world(world_size).run(compared, name, timeout=120)

@@ -38,6 +38,7 @@ def check(name: str, world_size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", composite.CASES if ALL else SAMPLE)
 def test_images_sound_and_encoders(name: str):
     found = check(name, 2)
@@ -62,6 +63,7 @@ def features_alone(group: Any) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_features_of_images_without_a_forward():
     world(2).run(features_alone)
 

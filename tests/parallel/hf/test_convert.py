@@ -152,6 +152,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 # --- the same function ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(case=cases())
 @settings(max_examples=40)
 def test_computes_the_same(case: tuple[str, dict[str, Any]]) -> None:
@@ -160,6 +161,7 @@ def test_computes_the_same(case: tuple[str, dict[str, Any]]) -> None:
     assert_computes(fusedtp.from_transformers(model), model)
 
 
+@pytest.mark.slow
 @given(case=cases())
 @settings(max_examples=12)
 def test_there_and_back_is_bitwise(case: tuple[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -549,6 +551,7 @@ def load_and_save(group: Any, name: str, folder: str) -> None:
     torch.distributed.barrier(group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, changes",
     [("llama", {}), ("qwen3", dict(tie_word_embeddings=True)), ("mixtral", {}), ("qwen3_moe", {})],

@@ -16,6 +16,7 @@ ALL = os.environ.get("FUSEDTP_ALL_MODELS") == "1"
 PARTLY = {"LTX-Video"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", diffusion.CASES if ALL else ["FLUX.1", "Stable Diffusion 3"])
 def test_diffusion_transformers(name: str):
     found = world(2, strangers=True).run(diffusion.compare, name, {}, timeout=300)[0]

@@ -27,6 +27,7 @@ def run(group: Any, block: str, folder: str) -> None:
         exec(compile(FIRST + block, PAGE.name, "exec"), {"__name__": "__main__"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(BLOCKS)), ids=lambda i: f"{i}: {HEADINGS[i]}")
 def test_block(number: int, tmp_path: Path):
     if "from trl import" in BLOCKS[number]:

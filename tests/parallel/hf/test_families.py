@@ -66,12 +66,14 @@ def check(name: str, world_size: int, **options: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", chosen())
 def test_with_sequence_parallelism(name: str):
     found = check(name, 2)
     assert (found["calls"].get("fused", 0) > 0) == (name not in NO_LINEAR_SPLIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*chosen(), "flint"} - NO_DEFAULT))
 def test_all_code_of_the_full_size_is_in_the_small_copy(name: str):
     """The full-size model has the default configuration."""
@@ -82,6 +84,7 @@ def test_all_code_of_the_full_size_is_in_the_small_copy(name: str):
     twin_of(model, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     towers() if ALL else ["diffusion_gemma_text", "embedding_gemma2_text", "esmc", "qwen3_vl_moe_text"],
@@ -92,12 +95,14 @@ def test_towers_of_text(name: str, world_size: int):
     assert found["calls"].get("fused", 0) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", chosen() if ALL else ["llama", "gemma3_text", "qwen3_moe", "gpt_neox"])
 def test_without_sequence_parallelism(name: str):
     found = check(name, 2, sequence_parallel=False)
     assert not found["gathered"] and "fused" not in found["calls"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", chosen() if ALL else ["llama", "qwen3_next", "deepseek_v3", "phi3"])
 def test_on_four_ranks(name: str):
     check(name, 4)
@@ -113,6 +118,7 @@ def test_families_without_a_plan(name: str):
     assert not (found["whole"] and name in ("bloom", "cpmant", "gptj", "mpt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", chosen() if ALL else ["llama", "gemma2", "qwen3_moe"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_with_checkpointing(name: str, reentrant: bool):
@@ -126,6 +132,7 @@ def split_parameters(group: Any, name: str) -> set[str]:
     return {generic(each).removeprefix("model.layers.*.") for each in shards}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, whole",
     [
@@ -150,12 +157,14 @@ def other_signatures(group: Any, name: str) -> list[str]:
     return [each for each, module in split.named_modules() if inspect.signature(module.forward) != own[each]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "roberta-prelayernorm"])
 def test_forwards_keep_their_signatures(name: str):
     """transformers reads signatures: generate to pass position ids, Trainer to select data columns."""
     assert world(2).run(other_signatures, name)[0] == []
 
 
+@pytest.mark.slow
 def test_a_model_whose_head_reads_a_child_generates_the_same():
     """Its own forward is replaced, so generate must find the arguments of the class's forward."""
     found = world(2).run(parity.compare, "roberta-prelayernorm", {})[0]
@@ -179,23 +188,27 @@ def mixtures() -> list[str]:
     return [name for name in own if name not in {*LARGE, "deepseek_v4"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("name", mixtures() if ALL else ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_experts_behind_the_exchange(name: str, sequence_parallel: bool):
     check(name, 2, experts=ExpertSplit(), sequence_parallel=sequence_parallel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral", "gpt_oss"])
 def test_fewer_kv_heads_than_ranks(name: str, kv_heads: int):
     check(name, 4, changes={"num_key_value_heads": kv_heads})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [(1, 1), (1, 2), (3, 1), (1, 7), (2, 3), (5, 4)])
 def test_any_number_of_tokens(tokens: tuple[int, int]):
     check("qwen3", 4, tokens=tokens)
 
 
+@pytest.mark.slow
 @settings(max_examples=60 if ALL else 12)
 @given(
     name=st.sampled_from(["llama", "gemma2", "qwen3_moe", "phi3", "gpt_neox", "deepseek_v3"]),
@@ -232,6 +245,7 @@ def test_flex_attention():
     world(2).run(forward_with_flex, timeout=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, fault",
     [

@@ -52,6 +52,7 @@ def same_tokens(group: Any, name: str, changes: dict[str, Any], lengths: list[in
         assert want.shape[1] > max(lengths) and torch.equal(got, want), title
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
 def test_every_cache_and_choice(name: str):
     """gemma3's sliding windows hold four tokens, fewer than some prompts."""
@@ -59,6 +60,7 @@ def test_every_cache_and_choice(name: str):
     world(2, strangers=True).run(same_tokens, name, changes, [9, 3, 6], CHOICES, timeout=200)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     name=st.sampled_from(["llama", "gemma3_text", "qwen3_moe"]),
@@ -81,5 +83,6 @@ def assisted(group: Any) -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 def test_assisted_generation():
     world(2).run(assisted)

@@ -154,6 +154,7 @@ def changing_what_siblings_share(group: Any) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_what_siblings_share_is_not_changed_between_them_in_compiled_code():
     world(2).run(changing_what_siblings_share, timeout=200)
 
@@ -269,11 +270,13 @@ def adapted(group: Any, targets: list[str], frozen: bool) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["o_proj", "down_proj"], ["lm_head", "gate_proj"]])
 def test_lora(targets: list[str]):
     world(2).run(adapted, targets, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]])
 def test_lora_where_ranks_share_kv_heads(targets: list[str]):
     world(4).run(adapted, targets, len(targets) > 1)
@@ -569,6 +572,7 @@ def with_trainer(group: Any, folder: str) -> None:
             torch.testing.assert_close(got[name], want[name], rtol=1e-2, atol=1e-3, msg=name)
 
 
+@pytest.mark.slow
 def test_trainer(tmp_path: Path):
     world(2).run(with_trainer, str(tmp_path), timeout=120)
 
@@ -602,6 +606,7 @@ def resumed(group: Any, folder: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+@pytest.mark.slow
 def test_trainer_resumes(tmp_path: Path):
     world(2).run(resumed, str(tmp_path), timeout=200)
 
@@ -636,6 +641,7 @@ def compare(accelerator: Any, plain: nn.Module, model: nn.Module, optimizer: Any
         assert float(ours) == pytest.approx(float(norm), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_accelerate():
     world(2).run(with_accelerate, timeout=120)
 
@@ -708,6 +714,7 @@ def with_heads_in_a_list(group: Any) -> None:
     torch.testing.assert_close(full(parallel(images).logits), plain(images).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_whose_layers_have_different_numbers_of_heads():
     world(2).run(with_heads_in_a_list)
 

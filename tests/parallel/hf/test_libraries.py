@@ -14,6 +14,7 @@ PACKAGES = {"openai-whisper": "whisper", "vit-pytorch": "vit_pytorch", "x-transf
 REFUSED = {"timm: EVA-02", "timm: PVT v2"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", libraries.CASES)
 def test_models_of_other_libraries(name: str):
     library = name.partition(":")[0]

@@ -101,6 +101,7 @@ def pushed(group: Any, kind: str, folder: str) -> None:
     assert_first_uploads(group, hub, wanted, "create_commit", file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "world_size"), [("tp", 2), ("peft", 2), ("fsdp", 4)])
 def test_the_first_rank_uploads(kind: str, world_size: int, tmp_path: Path):
     world(world_size).run(pushed, kind, str(tmp_path), timeout=60)
@@ -144,5 +145,6 @@ def pushed_by_trainer(group: Any, folder: str) -> None:
     assert_first_uploads(group, hub, wanted, "upload_folder", "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_trainer_pushes_once(tmp_path: Path):
     world(2).run(pushed_by_trainer, str(tmp_path), timeout=120)

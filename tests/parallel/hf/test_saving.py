@@ -87,6 +87,7 @@ SAVED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SAVED)
 def test_the_folder_is_that_of_the_plain_model(case: str, tmp_path):
     world(2).run(save, str(tmp_path), *SAVED[case])
@@ -116,6 +117,7 @@ def save_options(group, folder: str) -> None:
         assert_same_folder(Path(folder, "inner"), Path(folder, "inner of plain"))
 
 
+@pytest.mark.slow
 def test_other_state_dicts_and_inner_models_are_saved_too(tmp_path):
     world(2).run(save_options, str(tmp_path))
 
@@ -172,6 +174,7 @@ def save_badly(group, folder: str, what: str, message: str) -> None:
             modeling_utils.safe_save_file = inner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what, message",
     [
@@ -226,6 +229,7 @@ def state_dicts(group, name: str, changes: dict) -> None:
     assert_whole(plain, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_full_state_dicts_come_out_and_go_in(name: str):
     world(2).run(state_dicts, name, FAMILIES[name])
@@ -337,6 +341,7 @@ LOADED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LOADED)
 def test_from_pretrained_is_parallelize_of_the_plain_one(case: str, tmp_path):
     world(2).run(load, str(tmp_path), *LOADED[case])

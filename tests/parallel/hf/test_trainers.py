@@ -108,6 +108,7 @@ def with_trainer(group: Any, folder: str) -> None:
             torch.testing.assert_close(got[name], want[name], rtol=0, atol=1e-3, msg=name)
 
 
+@pytest.mark.slow
 def test_trainer_on_two_dimensions(tmp_path: Path):
     world(4).run(with_trainer, str(tmp_path), timeout=200)
 
@@ -145,6 +146,7 @@ def evaluated(group: Any, folder: str, count: int) -> None:
     torch.testing.assert_close(torch.tensor(found.predictions), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "count"), [(2, 7), (4, 8)])
 def test_an_evaluation_counts_each_row_once(tmp_path: Path, ranks: int, count: int):
     world(ranks).run(evaluated, str(tmp_path), count, timeout=120)
@@ -215,6 +217,7 @@ def with_accelerate(group: Any, folder: str) -> None:
             torch.testing.assert_close(saved[name], parameter.detach(), rtol=0, atol=1e-3, msg=name)
 
 
+@pytest.mark.slow
 def test_accelerate_on_two_dimensions(tmp_path: Path):
     world(4).run(with_accelerate, str(tmp_path), timeout=120)
 

@@ -197,6 +197,7 @@ def reduced(dtype: torch.dtype, operation: str, more: str = "", first: int | Non
     assert torch.equal(x, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
     "make", [cases.case_descriptors_of_the_kernel, cases.case_products_by_descriptors_of_the_kernel]

@@ -100,6 +100,7 @@ FAULTS: list[tuple[Call, str, Edit, bool]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call, target, edit, fine",
     FAULTS,
@@ -147,6 +148,7 @@ def gated_matmul(
     tl.store(y + ms[:, None] * M + ms[None, :], acc)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_a_wait_inside_a_pipelined_loop_is_found(target: str) -> None:
     """The pipeliner loads before the wait. No schedule of the kernel's source shows this."""
@@ -209,6 +211,7 @@ def test_the_end_of_a_kernel_is_known_elsewhere_by_a_release_of_its_stream(fence
 # -- laws that the lint of compiled code leaves to execution -----------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["all_gather_matmul", "two_shot_all_reduce", "moe_combine", "meet"])
 def test_a_wait_for_a_lost_peer_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 launches nothing. Each loop of rank 1 that polls for it has a second exit: no deadlock, but a record."""
@@ -327,6 +330,7 @@ def flat_case(k: int, programs: int) -> Case:
     return Case("flat matmul", make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k, programs", [(40, 2), (72, 4), (200, 3), (72, 9)])
 def test_one_loop_over_tiles_and_k(k: int, programs: int) -> None:
     """Tiles with one block of K, with fewer than are in flight at once, and with more; a program may have one tile."""

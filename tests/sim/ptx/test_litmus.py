@@ -102,6 +102,7 @@ def acquires(scope: str) -> dict[str, str]:
 # -- message passing: 8.10.6, causality --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart, scope", [*PLACES, OVER[0]])
 def test_message_passing_is_forbidden_by_release_and_acquire(apart: str, scope: str) -> None:
     """No pair of patterns gives r10 = 1 and r11 = 0."""
@@ -112,6 +113,7 @@ def test_message_passing_is_forbidden_by_release_and_acquire(apart: str, scope: 
             assert len(shown) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart, scope", PLACES)
 @pytest.mark.parametrize("weaker", ["both", "release", "acquire"])
 def test_message_passing_by_relaxed_operations_shows(apart: str, scope: str, weaker: str) -> None:
@@ -121,6 +123,7 @@ def test_message_passing_by_relaxed_operations_shows(apart: str, scope: str, wea
     assert shown == {(-1, -1, 0, 0), (-1, -1, 0, 1), (-1, -1, 1, 0), (-1, -1, 1, 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart, scope", TOO_NEAR)
 @pytest.mark.parametrize("release", ["fence", "fence.sc"])
 def test_a_fence_of_a_scope_that_does_not_reach_orders_nothing(apart: str, scope: str, release: str) -> None:
@@ -191,6 +194,7 @@ def buffered(between: str, apart: str = "ranks", scope: str = "sys") -> bool:
     return (0, -1, 0, -1) in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart, scope", PLACES)
 def test_store_buffering(apart: str, scope: str) -> None:
     assert buffered("", apart, scope)
@@ -220,6 +224,7 @@ def independent(order: str, between: str) -> bool:
     return (-1, -1, -1, -1, 1, 0, 1, 0) in shown
 
 
+@pytest.mark.slow
 def test_independent_reads_of_independent_writes() -> None:
     """PTX is not multi-copy atomic: two readers may disagree, unless fence.sc is between their reads."""
     assert independent("relaxed", "")
@@ -246,6 +251,7 @@ def test_causality_is_transitive(apart: str, scope: str) -> None:
 # -- coherence: 8.10.5, sequential consistency per location ------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart, scope", PLACES)
 def test_coherence(apart: str, scope: str) -> None:
     def r(register: str) -> str:

@@ -530,6 +530,7 @@ def test_a_sleeper_wakes_when_a_part_of_what_it_polls_changes(at: int, monkeypat
     counting(waits, f"st.global.release.gpu.b32 [%rd0+{at}], 1;", 6200, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [*range(3, 12), 3000])
 def test_a_change_between_two_polls_is_not_slept_through(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four words in turn: more words than polls before the program sleeps."""
@@ -610,6 +611,7 @@ def test_programs_that_have_slept_and_ended_are_not_kept(monkeypatch: pytest.Mon
     assert kept == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "every, how, rule",
     [(1, "st.global.relaxed.gpu.b32", "no progress"), (1024, "red.global.add.u32", "deadlock")],

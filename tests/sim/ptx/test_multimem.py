@@ -64,6 +64,7 @@ def registers_of(suffix: str) -> tuple[str, str]:
     return "{" + ", ".join(names) + "}", f"{vector}.b{bits}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", SUMS)
 @given(data=st.data())
 def test_a_load_reduces_what_all_ranks_have(suffix: str, data: st.DataObject) -> None:

@@ -158,6 +158,7 @@ ORDERED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", ORDERED)
 @pytest.mark.parametrize("first, second", [*itertools.product(BY_FIRST, ("st", "ld", "cp.async", "ldmatrix"))])
 def test_warps_race_in_shared_memory_where_nothing_orders_them(first: str, second: str, between: str) -> None:

@@ -175,6 +175,7 @@ def fma_of_halves() -> Case:
     return case(multiplies, args, torch.full((32,), 262.0, dtype=torch.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("make", RIGHT.values(), ids=RIGHT)
 def test_right_kernels_pass(make: Callable[[], Case], target: str):
@@ -183,6 +184,7 @@ def test_right_kernels_pass(make: Callable[[], Case], target: str):
     assert outcome.schedules == 12
 
 
+@pytest.mark.slow
 def test_warps_that_triton_specializes():
     """Their mbarriers are polled by a parity that is 0 or -1."""
 

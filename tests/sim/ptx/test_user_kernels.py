@@ -71,6 +71,7 @@ RIGHT: dict[str, tuple[Callable[[], Run], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_kernels_pass(name: str) -> None:
     make, count = RIGHT[name]
@@ -201,6 +202,7 @@ def test_a_put_without_order_is_found() -> None:
 # -- nothing hangs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases.ENDLESS)
 def test_a_loop_without_end_ends_with_the_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the schedule itself and in the search for a shorter one, even if no step limit is reached."""
@@ -218,6 +220,7 @@ def test_a_loop_without_end_ends_with_the_time(name: str, monkeypatch: pytest.Mo
         assert f"in {name}" in outcome.late
 
 
+@pytest.mark.slow
 def test_a_fault_keeps_its_interleaving_where_the_search_for_a_shorter_one_takes_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -241,6 +244,7 @@ def test_a_limit_holds_where_its_first_interrupt_is_lost() -> None:
         gc.callbacks.pop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases.ENDLESS)
 def test_a_loop_without_end_reaches_the_step_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusedtp.sim.ptx.program.MOST_INSTRUCTIONS", 20_000)
@@ -251,6 +255,7 @@ def test_a_loop_without_end_reaches_the_step_limit(name: str, monkeypatch: pytes
     assert "user_cases.py" in str(fault)
 
 
+@pytest.mark.slow
 def test_who_counts_while_it_waits_for_nobody_is_in_a_deadlock() -> None:
     fault = fault_of(lambda: cases.endless("polls_and_counts"), count=1)
     assert fault.rule == "deadlock" and fault.waits[0].tensor == "flag of rank 0"
@@ -259,6 +264,7 @@ def test_who_counts_while_it_waits_for_nobody_is_in_a_deadlock() -> None:
 # -- in a test ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_entry_for_tests_raises_what_the_command_would_print() -> None:
     assert_no_finding(cases.case_three_axes, schedules=1)
     with pytest.raises(SimulationFault, match=r"(?s)assertion: .*must be positive.*Replay"):
@@ -305,6 +311,7 @@ def test_streams_wait_by_any_comparison(by: str, value: int, ends: tuple[int, ..
     assert all(wait.over(seen) for seen in ends) and not any(wait.over(seen) for seen in goes_on)
 
 
+@pytest.mark.slow
 def test_a_wait_that_is_over_lets_the_stream_go_on() -> None:
     """With ==, a flag that is set and reset. A value that never comes is a deadlock that names the flag."""
 

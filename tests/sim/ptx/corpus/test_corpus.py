@@ -79,6 +79,7 @@ def test_the_first_schedule_that_shows_a_mistake_is_counted(monkeypatch: pytest.
     assert first_found(0, 0, "sm_80") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_kernels_give_no_alarm(name: str) -> None:
     at = RIGHT.index(name)

@@ -37,6 +37,7 @@ def test_verdicts() -> None:
     assert verdict(UNABLE, "") == "not run" and verdict(UNABLE, "Traceback") == "crashed"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what it needs where there is no GPU")
 def test_without_a_gpu_it_says_what_it_needs() -> None:
     done = subprocess.run([sys.executable, "-m", MODULE], capture_output=True, text=True)
