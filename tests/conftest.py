@@ -53,7 +53,10 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drop what is not in CI's part, skip `gpu` tests without a GPU; under `-n`, run files with `slow` tests first."""
     if (part := config.getoption("--part")) is not None:
-        items[:], left = of_part(items, part)
+        try:
+            items[:], left = of_part(items, part)
+        except LookupError as error:
+            raise pytest.UsageError(str(error)) from None
         config.hook.pytest_deselected(items=left)
     if hasattr(config, "workerinput"):
         # otherwise one process would finish minutes after the others

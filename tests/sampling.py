@@ -36,9 +36,13 @@ def of_part(items: Sequence[T], part: int, names: set[str] | None = None) -> tup
 
     Every part has all tests that are not marked `slow`, and the slow ones that a row of tests/faults names: they are
     known to find a fault. The other slow tests are dealt out to PARTS parts, so that each runs in one of PARTS
-    consecutive commits if `part` counts commits. names: what the rows name, a test or one of its cases.
+    consecutive commits if `part` counts commits. names: what the rows name, a test or one of its cases; LookupError if
+    a file of these items has no such test.
     """
     named = names_of_faults() if names is None else names
+    files, known = {item.nodeid.partition("::")[0] for item in items}, {name for item in items for name in _names(item)}
+    if missing := sorted(name for name in named - known if name.partition("::")[0] in files):
+        raise LookupError(f"rows of tests/faults name what does not exist: {', '.join(missing)}")
     rare = [item for item in items if item.get_closest_marker("slow") and named.isdisjoint(_names(item))]
     left = {id(item) for number, item in enumerate(rare) if number % PARTS != part % PARTS}
     return [item for item in items if id(item) not in left], [item for item in items if id(item) in left]

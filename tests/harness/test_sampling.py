@@ -54,6 +54,16 @@ def test_every_part_has_the_quick_and_the_named_and_consecutive_parts_have_all(i
     assert all(count == (PARTS if item in always else 1) for item, count in times.items())
 
 
+def test_a_name_that_no_test_of_its_file_has_is_told():
+    items = [Item("tests/test_a.py::test_x[1]", True)]
+    with pytest.raises(LookupError, match=r"does not exist: tests/test_a\.py::test_x\[2\], tests/test_a\.py::test_y$"):
+        of_part(
+            items,
+            0,
+            {f"tests/test_{name}" for name in ("a.py::test_y", "a.py::test_x[2]", "a.py::test_x", "b.py::test_z")},
+        )
+
+
 def test_the_names_are_those_of_all_rows():
     assert names_of_faults() == {test for area in areas() for row in load(area) for test in row.tests}
     assert any("[" in name for name in names_of_faults())
