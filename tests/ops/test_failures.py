@@ -33,7 +33,8 @@ def fail_at_signal(group, engine: str, number: int, act, timeout: float = 600) -
     """The layer's forward and backward; this rank calls `act` before its `number`-th signal to a peer.
 
     With `chunked` and three ranks, signals 1 and 2 precede the growth of the workspace, 3 and 4 belong to the
-    all-gather, 5 and 6 to the reduce-scatter, and 7 is the first of backward.
+    all-gather, 5 and 6 to the reduce-scatter, and 7 is the first of backward. The group must be a fresh one: a
+    workspace that other tests have grown does not grow.
     """
     fusedtp.set_timeout(group, timeout)
     post, left = Call._post, [number]
@@ -83,7 +84,7 @@ def test_a_rank_killed_in_an_operation_fails_its_peers_and_leaves_nothing(engine
     [*(("chunked", n) for n in (1, 2, 3, 5, 7)), ("collective", 1), ("collective", 5), ("triton", 1)],
 )
 def test_a_rank_that_raises_in_an_operation_is_named_by_its_peers(engine, number):
-    outcomes = world(3).outcomes(fail_at_signal, engine, number, PerRank([None, fault, None]))
+    outcomes = world(3).outcomes(fail_at_signal, engine, number, PerRank([None, fault, None]), fresh=True)
     assert outcomes[1].is_a("KeyError"), outcomes[1]
     for peer in (outcomes[0], outcomes[2]):
         assert peer.is_a("PeerFailed") and "rank 1" in peer.message and peer.seconds < 30, peer
@@ -96,14 +97,14 @@ def late_fault() -> None:
 
 def test_a_rank_that_raises_between_two_signals_is_named_in_the_vote_before_growing():
     """Rank 2 has already received its signal; rank 0 raises only as a consequence and must not be named."""
-    outcomes = world(3).outcomes(fail_at_signal, "chunked", 2, PerRank([None, late_fault, None]))
+    outcomes = world(3).outcomes(fail_at_signal, "chunked", 2, PerRank([None, late_fault, None]), fresh=True)
     for peer in (outcomes[0], outcomes[2]):
         assert peer.is_a("PeerFailed") and "rank 1 raised" in peer.message, peer
 
 
 @pytest.mark.parametrize("number", [4, 6])  # the second of two signals: rank 2 already has its own
 def test_a_peer_that_was_signalled_before_the_fault_may_finish_the_call_and_stops_in_the_next(number):
-    outcomes = world(3).outcomes(fail_at_signal, "chunked", number, PerRank([None, fault, None]), 1)
+    outcomes = world(3).outcomes(fail_at_signal, "chunked", number, PerRank([None, fault, None]), 1, fresh=True)
     assert outcomes[1].is_a("KeyError"), outcomes[1]
     assert outcomes[0].is_a("PeerFailed") and "rank 1" in outcomes[0].message, outcomes[0]
     assert outcomes[2].is_a("PeerFailed", "SignalTimeout") and outcomes[2].seconds < 30, outcomes[2]
