@@ -48,7 +48,7 @@ def case_of(name: str, world_size: int, target: str) -> Case:
 
 ON_FOUR = ("one_shot_all_reduce", "mixed") if SAMPLED else (*NOT_IN_FP8, "mixed")
 SCHEDULED = [
-    *((name, 2, "sm_90", examples(12, 5)) for name in KERNELS),
+    *((name, 2, "sm_90", examples(12, 2)) for name in KERNELS),
     *((name, 4, "sm_80", examples(6, 2)) for name in ON_FOUR),
     *((name, 8, "sm_80", 1) for name in (*NOT_IN_FP8, "mixed")),
     ("all_gather_wgrad", 1, "sm_90", 3),

@@ -90,36 +90,45 @@ def test_compiled(name: str, compile_: Callable[[nn.Module], None], graphs: int 
     world(2).run(compiled, name, compile_, graphs, timeout=200)
 
 
-def compiled_in_other_ways(group: Any) -> None:
+def stack_without_its_model(plain: Any, parallel: Any, ids: Tensor) -> None:
+    """Compiled layers, of which the model around their stack is not called."""
     from torch._dynamo.utils import counters
 
-    torch._dynamo.reset()
-    ids = batch()["input_ids"]
-    plain, parallel = pair(group)
-    each_layer(parallel)  # the layer stack is then called directly
+    each_layer(parallel)
     counters.clear()
     for _ in range(3):
         torch.testing.assert_close(parallel.model(ids, use_cache=False)[0], plain.model(ids)[0])
     assert counters["stats"]["unique_graphs"] == 1
-    plain, parallel = pair(group)
+
+
+def one_layer(plain: Any, parallel: Any, ids: Tensor) -> None:
     parallel.model.layers[0] = torch.compile(parallel.model.layers[0], backend="aot_eager")
     for model in (plain, parallel):
         model(ids, labels=ids).loss.backward()
     got, want = (model.get_input_embeddings().weight.grad for model in (parallel, plain))
     torch.testing.assert_close(got.full_tensor(), want, rtol=1e-4, atol=1e-6)
-    plain, parallel = pair(group)
-    wrapper = torch.compile(parallel, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(wrapper(ids).logits, plain(ids).logits)
-    assert "tokens between layers" in fusedtp.explain(wrapper).whole
+
+
+def wrapper(plain: Any, parallel: Any, ids: Tensor) -> None:
+    """torch.compile(model) beside the model itself, which still runs as it is."""
+    compiled = torch.compile(parallel, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids).logits, plain(ids).logits)
+    assert "tokens between layers" in fusedtp.explain(compiled).whole
     before = parallel._fusedtp.calls.total()
     torch.testing.assert_close(parallel(ids).logits, plain(ids).logits)
     assert parallel._fusedtp.calls.total() > before
+
+
+def compiled_in_part(group: Any, compare: Callable[[Any, Any, Tensor], None]) -> None:
+    torch._dynamo.reset()
+    compare(*pair(group), batch()["input_ids"])
     torch._dynamo.reset()
 
 
 @pytest.mark.slow
-def test_compiled_in_other_ways():
-    world(2).run(compiled_in_other_ways, timeout=200)
+@pytest.mark.parametrize("compare", [stack_without_its_model, one_layer, wrapper])
+def test_compiled_in_other_ways(compare: Callable[[Any, Any, Tensor], None]):
+    world(2).run(compiled_in_part, compare, timeout=200)
 
 
 def changing_what_siblings_share(group: Any) -> None:
@@ -226,28 +235,28 @@ def test_parameters_that_meet_parts_of_heads_though_no_plan_names_them():
     world(2).run(with_parameters_that_no_plan_names)
 
 
-def compiled_with_parameters_that_no_plan_names(group: Any) -> None:
+def compiled_with_parameters_that_no_plan_names(group: Any, compile_: Callable[[nn.Module], None]) -> None:
     plain = without_names()
-    for compile_ in (whole, each_layer):
-        torch._dynamo.reset()
-        model = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
-        compile_(model)
-        with pytest.raises(RuntimeError, match="is not in the plan, so one uncompiled forward and backward"):
-            results(model, batch())
-        torch._dynamo.reset()
-        model = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    torch._dynamo.reset()
+    model = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    compile_(model)
+    with pytest.raises(RuntimeError, match="is not in the plan, so one uncompiled forward and backward"):
         results(model, batch())
-        compile_(model)
-        for _ in range(2):
-            for each in (plain, model):
-                each.zero_grad()
-            assert_alike(model, plain)
+    torch._dynamo.reset()
+    model = fusedtp.parallelize(copy.deepcopy(plain), tp_mesh(group))
+    results(model, batch())
+    compile_(model)
+    for _ in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+        assert_alike(model, plain)
     torch._dynamo.reset()
 
 
 @pytest.mark.slow
-def test_compiled_code_is_refused_what_only_a_step_that_is_not_shows():
-    world(2).run(compiled_with_parameters_that_no_plan_names, timeout=200)
+@pytest.mark.parametrize("compile_", [whole, each_layer])
+def test_compiled_code_is_refused_what_only_a_step_that_is_not_shows(compile_: Callable[[nn.Module], None]):
+    world(2).run(compiled_with_parameters_that_no_plan_names, compile_, timeout=200)
 
 
 def adapted(group: Any, targets: list[str], frozen: bool) -> None:
