@@ -34,6 +34,8 @@ from .matmul import matmul_as
 from .operation import OPERATIONS, Spec, parts
 from .rows import split
 
+Runs = tuple[tuple[int, int], ...]
+
 
 class MainGrad(Protocol):
     """Anything that a gradient can be added to: a tensor, or a part of one that all ranks hold."""
@@ -43,18 +45,22 @@ class MainGrad(Protocol):
 
 @dataclass(frozen=True)
 class SharedMainGrad:
-    """The main_grad [N, ...] of a weight that all ranks hold; this rank computes its rows from `begin` on."""
+    """The main_grad [N, ...] of a weight that all ranks hold.
+
+    runs   (begin, count) of the rows that this rank computes, one after another; None: all
+    """
 
     total: Tensor
     group: str
-    begin: int = 0
+    runs: Runs | None = None
 
     def add_(self, dw: Tensor) -> None:
         """Collective: dw [n, ...] of every rank, summed over ranks."""
         full = dw
-        if dw.shape != self.total.shape:
+        if self.runs is not None:
             full = dw.new_zeros(self.total.shape)
-            full[self.begin : self.begin + dw.shape[0]] = dw
+            for part, (begin, count) in zip(dw.split([n for _, n in self.runs]), self.runs, strict=True):
+                full[begin : begin + count] = part
         comm = communicator(self.group)
         rows = full.flatten(1)
         spec = Spec(self.group, comm.rank, split(rows.shape[0], comm.world_size))

@@ -10,9 +10,11 @@ Each candidate is a guess that a trial proves or refutes; a wrong one costs time
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -20,6 +22,7 @@ from einops.layers.torch import Rearrange
 from torch import Tensor, nn
 
 from .local_view import (
+    CONFIG,
     INPUT,
     features_of,
     is_conv1d,
@@ -28,14 +31,17 @@ from .local_view import (
     lengths,
     local_view,
     names_in,
+    of_heads,
     packed,
     parameters_of,
+    value_of,
 )
 from .observe import join
 from .plan import parent_of
 from .trial import Inputs
 
-COUNTS_HEADS = re.compile(r"(?!.*(dim|size|width|group)).*head.*")
+COUNTS_HEADS = re.compile(r"(?!.*(dim|size|width|group)).*head.*|(config\.)?(n|num)_query_groups")
+GROUP = re.compile(r"_groups?$")
 CUTS = 4  # ways to cut arguments of a module that are tried, beside none
 # Attributes that may equal a width by chance but count something else.
 NO_WIDTH = re.compile(r"block|pos|seq|len|context|window|max|vocab|bucket|layer|rank")
@@ -89,17 +95,16 @@ def candidates(
     deep = {name: word for name, word in every.items() if name in ran}
     by_head = {name: word for name, word in deep.items() if parent_of(name) in {*_parents([*columns, row]), ""}}
     beside = [norms, {}, norms | by_head, by_head, norms | deep, deep]  # split no more than is needed
-    ways = _ways(inside, columns, rows)
+    ways = _ways(inside, columns, rows, counts)
     for linears in [way | each for way in ways for i, each in enumerate(beside) if each not in beside[:i]]:
         tried: list[dict[str, str]] = []
+        numbers = _numbers(attributes, heads, widths, linears[columns[0]])
         for cut, claimed, within in product(range(CUTS + 1), narrow, (False, True)):
-            for names in (heads, (*heads, *widths), ()):
+            for names in numbers:
                 views: dict[str, str] = {}
                 for at in dict.fromkeys((first, parent_of(row), *_parents(columns), "")):
                     each = module.get_submodule(at) if at else module
-                    own = tuple(n for n in names if type(each.__dict__.get(n)) is int) + (
-                        claimed if at == first else ()
-                    )
+                    own = tuple(n for n in names if type(value_of(each, n)) is int) + (claimed if at == first else ())
                     before = names_in(taken.get(at, ""))
                     cuts = _cuts(each, own, given[at]) if cut and at in given else []
                     if cut <= len(cuts) and cuts:
@@ -115,11 +120,29 @@ def candidates(
                     yield linears | views
 
 
-def _ways(inside: dict[str, Any], columns: list[str], rows: list[str]) -> list[dict[str, str]]:
+def _numbers(
+    attributes: dict[str, int], heads: tuple[str, ...], widths: tuple[str, ...], column: str
+) -> list[tuple[str, ...]]:
+    """Sets of attributes that may be divided, likeliest first. column: the style name of the first layer.
+
+    In multi-query attention also the number of queries for each key: as many as this rank has queries.
+    """
+    counts = {attributes[name] for name in heads}
+    groups: tuple[str, ...] = ()
+    if column in {of_heads(count, 1, 1) for count in counts}:
+        groups = tuple(name for name, value in attributes.items() if GROUP.search(name) and value in counts)
+    own = tuple(name for name in heads if not name.startswith(CONFIG))
+    every = [(*some, *wide, *more) for more in (groups, ()) for some in (heads, own) for wide in ((), widths)]
+    return [*dict.fromkeys((*every, ()))]
+
+
+def _ways(inside: dict[str, Any], columns: list[str], rows: list[str], counts: set[int]) -> list[dict[str, str]]:
     """Style names for linear layers: of packed matrices first, if their sizes allow it.
 
     A row that takes two outputs of A and B features in one is like g = gcd(A, B) wide matrices packed: every rank has a
     part of each, in the same order as its parts of the outputs, if these are split as A / g and B / g matrices.
+
+    counts   numbers that may be that of heads, for queries packed with fewer keys and values
     """
     outs = {name: features_of(inside[name])[1] for name in columns}
     width = features_of(inside[rows[0]])[0]
@@ -129,11 +152,28 @@ def _ways(inside: dict[str, Any], columns: list[str], rows: list[str]) -> list[d
         row = {rows[0]: packed("rowwise", width // unit)}
         return [{name: packed("colwise", out // unit) for name, out in outs.items()} | row]
     several = {2 * width: (2, 1), 3 * width: (3, 1)} if len(columns) == 1 else {}
-    return [
-        {name: prefix[name] + packed("colwise", n) for name in columns}
-        | {name: f"{prefix[name]}rowwise" for name in rows}
+    after = {name: f"{prefix[name]}rowwise" for name in rows}
+    ways = [
+        {name: prefix[name] + packed("colwise", n) for name in columns} | after
         for n in several.get(outs[columns[0]], (1,))
     ]
+    if len(columns) > 1 or prefix[columns[0]]:
+        return ways
+    return ways + [{columns[0]: of_heads(*heads)} | after for heads in _grouped(outs[columns[0]], width, counts)]
+
+
+def _grouped(out: int, width: int, counts: set[int]) -> list[tuple[int, int, int]]:
+    """Numbers of heads of queries, keys and values packed in `out` features, if all queries have `width` and are more.
+
+    counts   numbers that may be that of the queries' heads
+    """
+    found = []
+    for heads in sorted(counts):
+        each, rest = divmod(width, heads)
+        few, odd = divmod(out - width, 2 * each) if each else (0, 1)
+        if not rest and not odd and 0 < few < heads and heads % few == 0:
+            found.append((heads, few, few))
+    return found
 
 
 def concatenated(outs: set[int], width: int) -> bool:
@@ -165,7 +205,7 @@ def _cuts(module: Any, names: tuple[str, ...], given: Inputs) -> list[tuple[str,
     tensors = [(name, x) for name, x in named.items() if isinstance(x, Tensor)]
     samples = len(tensors[0][1]) if tensors and tensors[0][1].dim() else 0
     for count in (name for name in names if COUNTS_HEADS.fullmatch(name)):
-        heads, found = getattr(module, count), []
+        heads, found = value_of(module, count), []
         for name, x in tensors[1:]:
             at, length = (x.dim() - 3, x.shape[-3]) if x.dim() > 2 else (0, 0)
             if at == 0 and length == samples * heads and samples > 1:
@@ -216,9 +256,27 @@ def _parents(names: list[str]) -> list[str]:
 
 
 def _attributes(module: Any, linears: list[str]) -> dict[str, int]:
-    """Attributes of the modules directly around these layers that are integers above one."""
+    """Attributes of the modules directly around these layers that are integers above one.
+
+    Of a module's config, those that count heads and that its forward reads there, as `config.n_head`.
+    """
     found: dict[str, int] = {}
     for at in dict.fromkeys((*_parents(linears), "")):
         each = module.get_submodule(at) if at else module
-        found.update({name: value for name, value in each.__dict__.items() if type(value) is int and value > 1})
+        kind: Any = type(each)
+        values = dict(each.__dict__)
+        for name in _read_of_config(kind) if "config" in values else ():
+            values[CONFIG + name] = value_of(each, CONFIG + name)
+        found.update({name: value for name, value in values.items() if type(value) is int and value > 1})
     return found
+
+
+@cache
+def _read_of_config(kind: Any) -> tuple[str, ...]:
+    """What the forward of a class reads of its config that may count heads, or groups of queries with one key each."""
+    try:
+        source = inspect.getsource(kind.forward)
+    except (OSError, TypeError, AttributeError):
+        return ()
+    names = dict.fromkeys(re.findall(r"\bself\.config\.(\w+)", source))
+    return tuple(name for name in names if COUNTS_HEADS.fullmatch(CONFIG + name))

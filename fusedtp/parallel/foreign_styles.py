@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from fusedtp.comm import Communicator
+from fusedtp.ops.main_grad import Runs
 from fusedtp.ops.rows import split
 
 from .by_token import by_token
@@ -167,12 +168,16 @@ class Colwise(Foreign):
     def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
         return {} if self.shares_heads(module, world_size) else super().placements(module, world_size)
 
+    def rows_of_rank(self, module: Any, comm: Communicator) -> Runs | None:
+        """The rows of a replicated weight that this rank uses, see ColumnParallel; None: the weight is split."""
+        if not self.shares_heads(module, comm.world_size):
+            return None
+        assert self.head_dim is not None
+        ranks_a_head = comm.world_size * self.head_dim // module.weight.shape[0]
+        return ((comm.rank // ranks_a_head * self.head_dim, self.head_dim),)
+
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        features = None
-        if self.shares_heads(module, comm.world_size):
-            assert self.head_dim is not None
-            ranks_a_head = comm.world_size * self.head_dim // module.weight.shape[0]
-            features = (comm.rank // ranks_a_head * self.head_dim, self.head_dim)
+        features = self.rows_of_rank(module, comm)
         self.siblings.linears.append(module)
         part = features is None and not self.gather_output
         parallel = Columns(

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from fusedtp import ops
 from fusedtp.comm import communicator
 from fusedtp.nn.linear_loss import linear_cross_entropy
-from fusedtp.ops.main_grad import SharedMainGrad, accumulating, main_grad_of
+from fusedtp.ops.main_grad import Runs, SharedMainGrad, accumulating, main_grad_of
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group, gather_tokens, reduce_scatter_tokens
 
@@ -146,12 +146,13 @@ class ColumnParallel(Member):
     """A linear layer with output features split over ranks.
 
     gather_output   return all N features on every rank (a second gather, over columns)
-    features        (begin, count): the weight is replicated and this rank uses these rows of it (fewer kv heads than
-                    ranks); None: the weight is sharded
+    features        runs (begin, count): the weight is replicated and this rank uses these rows of it, one run after
+                    another (fewer kv heads than ranks, or queries packed with fewer keys and values); None: the weight
+                    is sharded
     """
 
     gather_output: bool = False
-    features: tuple[int, int] | None = None
+    features: Runs | None = None
 
     def linear(self, x: Tensor, linear: Any, layout: Any = None) -> Tensor:
         """x [T_r, K] -> [T, N_r]; without sequence parallelism x [..., K] -> [..., N_r]."""
@@ -223,7 +224,7 @@ class ColumnParallel(Member):
 
     def _own(self, parameter: Tensor) -> Tensor:
         own = accumulated(parameter)
-        return own if self.features is None else read(own, self.group).narrow(0, *self.features)
+        return own if self.features is None else rows_of(read(own, self.group), self.features)
 
     def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if main_grad_of(weight) is None:
@@ -366,21 +367,25 @@ def with_reduced_grad(parameter: Tensor, group: str) -> Tensor:
     return read(parameter if main_grad_of(parameter) is None else accumulated(parameter), group)
 
 
+def rows_of(weight: Tensor, runs: Runs) -> Tensor:
+    """These rows of a weight or bias, one run (begin, count) after another; a view if there is only one."""
+    parts = [weight.narrow(0, begin, count) for begin, count in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def with_main_grad(
-    weight: Tensor, dtype: torch.dtype, group: str | None = None, features: tuple[int, int] | None = None
+    weight: Tensor, dtype: torch.dtype, group: str | None = None, features: Runs | None = None
 ) -> Tensor:
     """This rank's part in `dtype`; it keeps the parameter's `main_grad`, if there is one, for wgrad to add to.
 
     group      ranks that all hold the weight, but each only a part of its gradient
-    features   (begin, count): the rows of such a weight that this rank uses
+    features   runs (begin, count) of the rows of such a weight that this rank uses
     """
-    own = local(weight) if features is None else local(weight).narrow(0, *features)
+    own = local(weight) if features is None else rows_of(local(weight), features)
     main_grad = main_grad_of(weight)
     own = own.to(dtype)
     if main_grad is not None:
         total = local(main_grad)
         own = own.view_as(own)  # a view, so that main_grad is not set on the parameter itself
-        own.main_grad = (  # type: ignore[attr-defined]
-            total if group is None else SharedMainGrad(total, group, features[0] if features else 0)
-        )
+        own.main_grad = total if group is None else SharedMainGrad(total, group, features)  # type: ignore[attr-defined]
     return own

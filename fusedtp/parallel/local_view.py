@@ -7,7 +7,10 @@
     local_view(n_head, bias[0 of 3 per sample])    the same for a dimension of samples x n_head
     local_view(h)                   of a Rearrange layer of einops: the length of axis h is divided
     norm_of_all_heads               nn.RMSNorm over the features of all heads, of which each rank has some
+    local_view(config.n_head)       the same for an attribute of the module's config, of which it gets a view
     packed_colwise_n, packed_rowwise_n   n matrices in one, as packed_colwise has two
+    colwise_of_heads(8, 2, 2)       matrices of 8, 2 and 2 heads in one: each rank uses the rows of its heads. The
+                                    weight is replicated, since a DTensor cannot split parts of different lengths
     no_fast_path                    nn.TransformerEncoderLayer, which otherwise reads weights without calling its layers
     conv1d_colwise, conv1d_packed_colwise_3, conv1d_rowwise    transformers' Conv1D, with a weight [in, out]
 
@@ -34,6 +37,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from fusedtp.comm import Communicator
+from fusedtp.ops.main_grad import Runs
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group
 
 from .foreign import Columns, Model, Own, Rows, columns, own_forward, rows
@@ -46,22 +50,25 @@ from .token_shard import TokenShard
 from .torch_names import METADATA, name_of
 
 INPUT = "input.shape"
+CONFIG = "config."
 VIEW = re.compile(r"local_view\((.+)\)")
 ARGUMENT = re.compile(r"(\w+)\[(\d+) of (\d+)( per sample)?\]")
 PACKED = re.compile(r"packed_(colwise|rowwise)_([1-9]\d*)")
+OF_HEADS = re.compile(r"colwise_of_heads\((\d+(?:, *\d+)+)\)")
 
 
 class Words(dict[str, Callable[..., Foreign]]):
-    """Style name -> style; `local_view` takes attribute names as arguments, and `packed_colwise_n` any number n."""
+    """Style name -> style; also `local_view` and `colwise_of_heads` with any arguments, and `packed_colwise_n`."""
 
     def __contains__(self, word: object) -> bool:
-        return super().__contains__(word) or (
-            isinstance(word, str) and (VIEW.fullmatch(word) or PACKED.fullmatch(word)) is not None
-        )
+        forms = (VIEW, PACKED, OF_HEADS)
+        return super().__contains__(word) or (isinstance(word, str) and any(form.fullmatch(word) for form in forms))
 
     def __missing__(self, word: str) -> Callable[..., Foreign]:
         if VIEW.fullmatch(word):
             return partial(LocalView, attributes=names_in(word))
+        if heads := OF_HEADS.fullmatch(word):
+            return partial(OfHeads, heads=tuple(map(int, heads[1].split(","))))
         found = PACKED.fullmatch(word)
         if found is None:
             raise KeyError(word)
@@ -82,6 +89,11 @@ def names_in(word: str) -> tuple[str, ...]:
 def local_view(names: tuple[str, ...]) -> str:
     """The style name for these attributes; "" if there are none."""
     return f"local_view({', '.join(dict.fromkeys(names))})" if names else ""
+
+
+def of_heads(*heads: int) -> str:
+    """The style name for a linear layer that packs matrices of so many heads."""
+    return f"colwise_of_heads({', '.join(map(str, heads))})"
 
 
 @dataclass(frozen=True)
@@ -202,7 +214,7 @@ class LocalView(Foreign):
     def faults(self, module: Any, world_size: int) -> list[str]:
         found = super().faults(module, world_size)
         for name in self.attributes:
-            value = lengths(module).get(name)
+            value = value_of(module, name)
             if type(value) is not int:
                 of = ", or argument with a dimension, as bias[1 of 4]" if "[" in name else ""
                 found.append(f"it has no integer attribute {name}{of}")
@@ -218,7 +230,7 @@ class LocalView(Foreign):
         return found
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        whole = {name: lengths(module)[name] for name in self.attributes}
+        whole: dict[str, int] = {name: value_of(module, name) for name in self.attributes}
         takes = parameters_of(module) if self.arguments or self.narrow else {}
         heads = next(iter(whole.values()), 0)
         own_heads = heads // comm.world_size
@@ -234,12 +246,37 @@ class LocalView(Foreign):
         if isinstance(module, Rearrange):
             made = Rearrange(module.pattern, **{**module.axes_lengths, **own})
             own = {name: value for name, value in vars(made).items() if name not in vars(nn.Module())}
+        counts = {name.removeprefix(CONFIG): value for name, value in own.items() if name.startswith(CONFIG)}
+        if counts:
+            module.config = view_of(module.config, counts)
         for name, value in own.items():
-            setattr(module, name, value)
+            if not name.startswith(CONFIG):
+                setattr(module, name, value)
         if self.narrow:
             for child in module.modules():
                 if is_linear(child):
                     child.register_forward_pre_hook(_take_whole)
+
+
+def value_of(module: Any, name: str) -> Any:
+    """The value that `local_view(name)` divides; None if the module does not have it."""
+    if name.startswith(CONFIG):
+        config = vars(module).get("config")
+        return getattr(config, name.removeprefix(CONFIG), None) if hasattr(config, "__dict__") else None
+    return lengths(module).get(name)
+
+
+def view_of(config: Any, values: Mapping[str, int]) -> Any:
+    """The same config, but for these attributes: all others are read from it and written to it, now and later."""
+    kind = type(config)
+    own = {name: property(partial(_constant, value)) for name, value in values.items()}
+    view: Any = object.__new__(type(f"Local{kind.__name__}", (kind,), own))
+    view.__dict__ = config.__dict__
+    return view
+
+
+def _constant(value: int, view: Any) -> int:
+    return value
 
 
 def lengths(module: Any) -> dict[str, Any]:
@@ -305,6 +342,43 @@ class NoFastPath(Foreign):
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         super().install(module, comm, mesh)
         module.activation_relu_or_gelu = 0
+
+
+# --- packed heads -----------------------------------------------------------------------------------------------
+
+
+class OfHeads(Colwise):
+    """See colwise_of_heads.
+
+    heads   number of heads in each of the matrices, which are concatenated along the output features. If there are
+            fewer than ranks, as in multi-query attention, several ranks use the same one
+    """
+
+    def __init__(self, model: Model, *, heads: tuple[int, ...], **options: Any) -> None:
+        super().__init__(model, **options)
+        self.heads = heads
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        found = super().faults(module, world_size)
+        if found:
+            return found
+        features, listed = module.weight.shape[0], ", ".join(map(str, self.heads))
+        if 0 in self.heads or features % sum(self.heads):
+            return [f"{features} output features are not matrices of {listed} heads of one width"]
+        return [
+            f"{count} heads cannot be divided evenly among {world_size} ranks"
+            for count in dict.fromkeys(self.heads)
+            if count % world_size and world_size % count
+        ]
+
+    def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
+        return {}
+
+    def rows_of_rank(self, module: Any, comm: Communicator) -> Runs:
+        width = module.weight.shape[0] // sum(self.heads)
+        first = [sum(self.heads[:i]) + count * comm.rank // comm.world_size for i, count in enumerate(self.heads)]
+        own = [max(count // comm.world_size, 1) for count in self.heads]
+        return tuple((begin * width, count * width) for begin, count in zip(first, own, strict=True))
 
 
 # --- norms over all heads ---------------------------------------------------------------------------------------

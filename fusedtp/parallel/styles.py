@@ -152,7 +152,7 @@ class FusedColwise(FusedStyle):
         features = None
         if self.head_dim is not None and self._replicates(module, comm.world_size):
             ranks_a_head = comm.world_size * self.head_dim // module.weight.shape[0]
-            features = (comm.rank // ranks_a_head * self.head_dim, self.head_dim)
+            features = ((comm.rank // ranks_a_head * self.head_dim, self.head_dim),)
         part = features is None and not self.gather_output
         parallel = ColumnParallel(
             **self.member(comm), gather_output=self.gather_output, features=features,

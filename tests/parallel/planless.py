@@ -1,5 +1,7 @@
 """Small models without a plan: blocks as in timm and nanoGPT, and one whose packed projection cannot be split."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from einops.layers.torch import Rearrange
@@ -83,6 +85,69 @@ class ChunkedAttention(NanoAttention):
 
     def parts(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.c_attn(x).chunk(3, dim=2)
+
+
+@dataclass
+class GroupedConfig:
+    """What GroupedByConfig reads, as in LitGPT."""
+
+    n_head: int
+    n_query_groups: int
+    head_size: int
+
+
+class GroupedAttention(nn.Module):
+    """Queries of all heads, then keys and values of one, in one projection, as in GPT-BigCode."""
+
+    pairs = False  # True: two queries for each key and value
+
+    def __init__(self, n_embd: int, n_head: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_value_heads = (2 * n_head, n_head) if self.pairs else (n_head, 1)
+        self.embed_dim, self.head_dim = n_embd, n_embd // self.num_heads
+        self.attn = nn.Linear(n_embd, n_embd + 2 * self.num_key_value_heads * self.head_dim)
+        self.proj = nn.Linear(n_embd, n_embd)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        few = self.num_key_value_heads * self.head_dim
+        return self.attn(x).split((self.embed_dim, few, few), dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.parts(x))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class GroupedPairs(GroupedAttention):
+    """Two queries for each key and value, as in LitGPT."""
+
+    pairs = True
+
+
+class GroupedByConfig(GroupedPairs):
+    """The numbers of heads come from a config."""
+
+    def __init__(self, n_embd: int, n_head: int) -> None:
+        super().__init__(n_embd, n_head)
+        self.config = GroupedConfig(self.num_heads, self.num_key_value_heads, self.head_dim)
+        del self.num_heads, self.num_key_value_heads, self.embed_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, heads, few = self.config.head_size, self.config.n_head, self.config.n_query_groups
+        B, T, _ = x.size()
+        q, k, v = self.attn(x).split((heads * size, few * size, few * size), dim=-1)
+        q = q.view(B, T, heads, size).transpose(1, 2)
+        k, v = (y.view(B, T, few, size).transpose(1, 2).repeat_interleave(heads // few, 1) for y in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(B, T, heads * size))
+
+
+class GroupByGroup(GroupedPairs):
+    """Each group of queries comes with its key and value, as in Falcon 40B: a contiguous split keeps groups whole."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        groups = self.attn(x).unflatten(-1, (-1, self.num_heads // self.num_key_value_heads + 2, self.head_dim))
+        return tuple(y.flatten(-3) for y in (groups[..., :-2, :], groups[..., -2:-1, :], groups[..., -1:, :]))
 
 
 class InterleavedAttention(NanoAttention):

@@ -96,6 +96,18 @@ def biased() -> nn.Module:
     return planless.Chain(planless.BiasedBlock)
 
 
+def multi_query() -> nn.Module:
+    return planless.NanoGPT(planless.GroupedAttention)
+
+
+def grouped_by_config() -> nn.Module:
+    return planless.NanoGPT(planless.GroupedByConfig)
+
+
+def group_by_group() -> nn.Module:
+    return planless.NanoGPT(planless.GroupByGroup)
+
+
 def interleaved() -> nn.Module:
     return planless.NanoGPT(planless.InterleavedAttention)
 
@@ -130,6 +142,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float]] =
     "biased": (biased, ids, 0.9),
     "shared_bias": (planless.SharedBias, ids, 0.9),
     "alibi": (planless.Alibi, ids, 0.9),
+    "multi_query": (multi_query, ids, 0.7),  # the packed projection is replicated
+    "grouped_by_config": (grouped_by_config, ids, 0.6),
+    "group_by_group": (group_by_group, ids, 0.9),
 }
 PLANS: dict[str, dict[str, str]] = {}
 
