@@ -163,12 +163,12 @@ def _ways(inside: dict[str, Any], columns: list[str], rows: list[str], counts: s
 
 
 def _grouped(out: int, width: int, counts: set[int]) -> list[tuple[int, int, int]]:
-    """Numbers of heads of queries, keys and values packed in `out` features, if all queries have `width` and are more.
+    """Numbers of heads of queries, keys and values packed in `out` features, of which the queries have `width`.
 
-    counts   numbers that may be that of the queries' heads
+    counts   numbers that may be that of the queries' heads; there are more of these than of keys
     """
     found = []
-    for heads in sorted(counts):
+    for heads in sorted(counts, reverse=True):
         each, rest = divmod(width, heads)
         few, odd = divmod(out - width, 2 * each) if each else (0, 1)
         if not rest and not odd and 0 < few < heads and heads % few == 0:

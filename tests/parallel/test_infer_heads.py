@@ -37,6 +37,37 @@ def test_an_example_says_whether_a_dimension_is_of_samples_too(samples: int, wor
     assert infer(planless.Alibi(), 2, True, example).plan["h.*"] == word
 
 
+class Repeated(planless.GroupedAttention):
+    """Keys and values are repeated by a number that an attribute holds, as in transformers' eager attention."""
+
+    def __init__(self, n_embd: int, n_head: int) -> None:
+        super().__init__(n_embd, n_head)
+        self.num_key_value_groups = n_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.parts(x))
+        k, v = (y.repeat_interleave(self.num_key_value_groups, 1) for y in (k, v))
+        y = (q @ k.transpose(-2, -1) * self.head_dim**-0.5).softmax(-1) @ v
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("attention", "ranks", "packed", "divided"),
+    [
+        (planless.GroupedAttention, 2, "colwise_of_heads(4, 1, 1)", "num_heads, embed_dim"),
+        (planless.GroupedPairs, 4, "colwise_of_heads(8, 4, 4)", "num_heads, num_key_value_heads, embed_dim"),
+        (planless.GroupedByConfig, 2, "colwise_of_heads(8, 4, 4)", "config.n_head, config.n_query_groups"),
+        (planless.GroupByGroup, 2, "colwise", "num_heads, num_key_value_heads"),
+        (Repeated, 4, "colwise_of_heads(4, 1, 1)", "num_heads, embed_dim, num_key_value_groups"),
+    ],
+)
+def test_queries_packed_with_fewer_keys_are_cut_by_heads(attention: Any, ranks: int, packed: str, divided: str):
+    found = infer(planless.NanoGPT(attention), ranks)
+    assert not found.whole
+    assert found.plan["h.*.attn.attn"] == packed and found.plan["h.*.attn"] == f"local_view({divided})"
+
+
 class HeadsFirst(planless.Alibi):
     """Its bias is of heads x samples."""
 
