@@ -25,7 +25,6 @@ from tests.sampling import SAMPLED, examples
 from tests.seeded.trials import FUSED
 from tests.sim.exchange import replaced, schedules
 
-KERNELS = [*DECLARED, *experts.OPERATIONS, "mixed"]
 NOT_IN_FP8 = [name for name in DECLARED if not in_fp8(name)]
 
 
@@ -48,7 +47,7 @@ def case_of(name: str, world_size: int, target: str) -> Case:
 
 ON_FOUR = ("one_shot_all_reduce", "mixed") if SAMPLED else (*NOT_IN_FP8, "mixed")
 SCHEDULED = [
-    *((name, 2, "sm_90", examples(12, 2)) for name in KERNELS),
+    *((name, 2, "sm_90", examples(12, 2)) for name in (*DECLARED, *experts.OPERATIONS, "mixed")),
     *((name, 4, "sm_80", examples(6, 2)) for name in ON_FOUR),
     *((name, 8, "sm_80", 1) for name in (*NOT_IN_FP8, "mixed")),
     ("all_gather_wgrad", 1, "sm_90", 3),
