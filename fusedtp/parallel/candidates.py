@@ -42,6 +42,7 @@ from .trial import Inputs
 
 COUNTS_HEADS = re.compile(r"(?!.*(dim|size|width|group)).*head.*|(config\.)?(n|num)_query_groups")
 GROUP = re.compile(r"_groups?$")
+NUMBERS = re.compile(f"{COUNTS_HEADS.pattern}|.*{GROUP.pattern}")
 CUTS = 4  # ways to cut arguments of a module that are tried, beside none
 # Attributes that may equal a width by chance but count something else.
 NO_WIDTH = re.compile(r"block|pos|seq|len|context|window|max|vocab|bucket|layer|rank")
@@ -132,7 +133,8 @@ def _numbers(
     if column in {of_heads(count, 1, 1) for count in counts}:
         groups = tuple(name for name, value in attributes.items() if GROUP.search(name) and value in counts)
     own = tuple(name for name in heads if not name.startswith(CONFIG))
-    every = [(*some, *wide, *more) for more in (groups, ()) for some in (heads, own) for wide in ((), widths)]
+    alone = tuple(name for name in own if "group" not in name)
+    every = [(*some, *wide, *more) for more in (groups, ()) for some in (heads, own, alone) for wide in ((), widths)]
     return [*dict.fromkeys((*every, ()))]
 
 
@@ -159,10 +161,10 @@ def _ways(inside: dict[str, Any], columns: list[str], rows: list[str], counts: s
     ]
     if len(columns) > 1 or prefix[columns[0]]:
         return ways
-    return ways + [{columns[0]: of_heads(*heads)} | after for heads in _grouped(outs[columns[0]], width, counts)]
+    return ways + [{columns[0]: of_heads(*heads)} | after for heads in grouped(outs[columns[0]], width, counts)]
 
 
-def _grouped(out: int, width: int, counts: set[int]) -> list[tuple[int, int, int]]:
+def grouped(out: int, width: int, counts: set[int]) -> list[tuple[int, int, int]]:
     """Numbers of heads of queries, keys and values packed in `out` features, of which the queries have `width`.
 
     counts   numbers that may be that of the queries' heads; there are more of these than of keys
@@ -265,14 +267,14 @@ def _attributes(module: Any, linears: list[str]) -> dict[str, int]:
         each = module.get_submodule(at) if at else module
         kind: Any = type(each)
         values = dict(each.__dict__)
-        for name in _read_of_config(kind) if "config" in values else ():
+        for name in read_of_config(kind) if "config" in values else ():
             values[CONFIG + name] = value_of(each, CONFIG + name)
         found.update({name: value for name, value in values.items() if type(value) is int and value > 1})
     return found
 
 
 @cache
-def _read_of_config(kind: Any) -> tuple[str, ...]:
+def read_of_config(kind: Any) -> tuple[str, ...]:
     """What the forward of a class reads of its config that may count heads, or groups of queries with one key each."""
     try:
         source = inspect.getsource(kind.forward)

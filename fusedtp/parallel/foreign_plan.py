@@ -40,7 +40,7 @@ from .foreign_styles import (
     Summed,
 )
 from .local_view import WORDS as OF_LOCAL_VIEW
-from .local_view import Words, features_of
+from .local_view import Words, features_of, heads_faults
 from .placement import Mesh, Way
 from .plan import Step, apply_steps, generic, has_more_dimensions, matches, parent_of, refuse, sharing_faults
 from .saving import prepare
@@ -214,7 +214,7 @@ def foreign_steps(
     for name, style in styles.items():
         faults += [f"{generic(name)}: {fault}" for fault in already_parallel(named[name])]
         faults += [f"{generic(name)}: {fault}" for fault in style.faults(named[name], world_size)]
-    faults += _sums_of_wholes(named, styles, world_size)
+    faults += _sums_of_wholes(named, styles, world_size) + heads_faults(named, styles)
     if not faults:
         faults = sharing_faults(named, styles, world_size, fully_sharded)
     refuse(model, world_size, faults)

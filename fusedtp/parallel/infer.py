@@ -27,8 +27,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .candidates import candidates, concatenated, widths_between
-from .local_view import ARGUMENT, features_of, is_linear, local_view, names_in, parameters_of
+from .candidates import NUMBERS, candidates, concatenated, grouped, read_of_config, widths_between
+from .local_view import (
+    ARGUMENT,
+    CONFIG,
+    features_of,
+    heads_in,
+    is_linear,
+    local_view,
+    names_in,
+    parameters_of,
+    value_of,
+)
 from .multihead import OUT, WORD, is_multihead
 from .observe import Seen, guesses, join, key, observe, recorded, required
 from .plan import generic, matches, parent_of, refuse
@@ -136,7 +146,9 @@ class Search:
     ) -> None:
         self.inputs = dict(inputs or {})
         self.small = model is not real  # names of its layers mean nothing in the model
-        self.real = {generic(name): module for name, module in real.named_modules()}
+        self.reals: dict[str, list[nn.Module]] = {}
+        for name, module in real.named_modules():
+            self.reals.setdefault(generic(name), []).append(module)
         self.model, self.world_size, self.sequence_parallel = model, world_size, sequence_parallel
         self.named: dict[str, Any] = dict(model.named_modules())
         self.words: dict[str, str] = {}
@@ -316,7 +328,8 @@ class Search:
         if len(still) > 1:  # one may be: the queries of tokens that the last layer of joint attention drops
             return Verdict({}, f"{still[0]} and {still[1]} do not matter in a trial without several different tokens")
         why = ""
-        wide = widths_between(self.real.get(generic(unit)), columns, rows) & widths_between(module, columns, rows)
+        real = self.reals.get(generic(unit), [None])[-1]
+        wide = widths_between(real, columns, rows) & widths_between(module, columns, rows)
         ran = {name for name, _ in module.named_parameters() if trial.ran(name)}
         within = {_within(unit, name): given for name, given in seen.inputs.items() if name.startswith(_below(unit))}
         given = {**within, "": seen.inputs[unit]}
@@ -325,10 +338,29 @@ class Search:
             while fault and (at := _partial(fault, {**taken, **words}, module)):
                 words = {**words, at: "replicated_with_grad_allreduce"}
                 fault = trial.verdict({**taken, **words})
+            if not fault and not self._fits(unit, words, columns, rows):
+                fault = "its small copy is, but the model has other numbers of heads"
             if not fault:
                 return Verdict(words)
             why = _telling(why, f"split over {self.world_size} ranks, {fault}")
         return Verdict({}, why)
+
+    def _fits(self, unit: str, words: dict[str, str], columns: list[str], rows: list[str]) -> bool:
+        """Whether numbers of heads in words that were found on a small copy are those of the model."""
+        heads = heads_in(words.get(columns[0], "")) if columns else ()
+        if not self.small or not heads:
+            return True
+
+        def reals(name: str) -> list[Any]:
+            return self.reals.get(generic(join(unit, name)), [])
+
+        packs, takes = ([features_of(each) for each in reals(name)] for name in (columns[0], rows[0]))
+        fits = [heads in grouped(out, width, {heads[0]}) for (_, out), (width, _) in zip(packs, takes, strict=True)]
+        for name, word in words.items():
+            for count in filter(NUMBERS.fullmatch, names_in(word)):
+                value = value_of(self.named[join(unit, name)], count)
+                fits += [value_of(each, count) == value for each in reals(name)]
+        return all(fits) and bool(packs)
 
     def _idle(self, trial: Trial, seen: Seen, unit: str, names: list[str]) -> str:
         """A linear layer that did not run in the modules around these; with other inputs it would, on split tensors."""
@@ -461,7 +493,7 @@ class Search:
         """
         for unit in list(self.units):
             views = {name: names_in(word) for name, word in unit.words.items() if ARGUMENT.search(word)}
-            counts = {getattr(self.named[name], names[0]) for name, names in views.items()}
+            counts = {value_of(self.named[name], names[0]) for name, names in views.items()}
             trial = self._trial(unit.seen, unit.copied, unit.name) if counts else ""
             returned = trial.runs[0].want[1:] if isinstance(trial, Trial) else []
             if any(x.dim() > 2 and x.shape[-3] in counts for x in returned):
@@ -593,6 +625,7 @@ def _fingerprint(module: nn.Module) -> tuple[Any, ...]:
         kind: Any = type(each)
         reads = _reads(kind)
         own = [(key, _setting(x)) for key, x in vars(each).items() if not INDEX.fullmatch(key) or key in reads]
+        own += [(key, value_of(each, CONFIG + key)) for key in read_of_config(kind)]
         shapes = [(key, tuple(p.shape)) for key, p in each.named_parameters(recurse=False)]
         found.append((name, type(each), tuple(shapes), tuple(own)))
     return tuple(found)

@@ -26,8 +26,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ from .foreign_styles import Colwise, Foreign, Rowwise, install
 from .layers import accumulated, unequal
 from .placement import Mesh, Placement
 from .plain_linear import computes_linear
+from .plan import generic, parent_of
 from .styles import computed
 from .token_shard import TokenShard
 from .torch_names import METADATA, name_of
@@ -67,8 +69,8 @@ class Words(dict[str, Callable[..., Foreign]]):
     def __missing__(self, word: str) -> Callable[..., Foreign]:
         if VIEW.fullmatch(word):
             return partial(LocalView, attributes=names_in(word))
-        if heads := OF_HEADS.fullmatch(word):
-            return partial(OfHeads, heads=tuple(map(int, heads[1].split(","))))
+        if heads := heads_in(word):
+            return partial(OfHeads, heads=heads)
         found = PACKED.fullmatch(word)
         if found is None:
             raise KeyError(word)
@@ -84,6 +86,12 @@ def names_in(word: str) -> tuple[str, ...]:
     """The names listed in a style name local_view(...)."""
     found = VIEW.fullmatch(word)
     return () if found is None else tuple(name.strip() for name in found[1].split(","))
+
+
+def heads_in(word: str) -> tuple[int, ...]:
+    """The numbers of heads in a style name colwise_of_heads(...)."""
+    found = OF_HEADS.fullmatch(word)
+    return () if found is None else tuple(map(int, found[1].split(",")))
 
 
 def local_view(names: tuple[str, ...]) -> str:
@@ -220,6 +228,8 @@ class LocalView(Foreign):
                 found.append(f"it has no integer attribute {name}{of}")
             elif value % world_size:
                 found.append(f"{name} is {value}, which {world_size} ranks cannot share evenly")
+        if not found:
+            found += view_faults(module, {name: value_of(module, name) // world_size for name in self.attributes})
         takes = parameters_of(module) if self.arguments else {}
         names = [name for name, *_ in self.arguments]
         found += [f"its forward has no argument {name}" for name in names if name not in takes]
@@ -246,7 +256,7 @@ class LocalView(Foreign):
         if isinstance(module, Rearrange):
             made = Rearrange(module.pattern, **{**module.axes_lengths, **own})
             own = {name: value for name, value in vars(made).items() if name not in vars(nn.Module())}
-        counts = {name.removeprefix(CONFIG): value for name, value in own.items() if name.startswith(CONFIG)}
+        counts = of_config(own)
         if counts:
             module.config = view_of(module.config, counts)
         for name, value in own.items():
@@ -266,17 +276,44 @@ def value_of(module: Any, name: str) -> Any:
     return lengths(module).get(name)
 
 
+def of_config(values: Mapping[str, int]) -> dict[str, int]:
+    """Those of the module's config, without its name."""
+    return {name.removeprefix(CONFIG): value for name, value in values.items() if name.startswith(CONFIG)}
+
+
 def view_of(config: Any, values: Mapping[str, int]) -> Any:
-    """The same config, but for these attributes: all others are read from it and written to it, now and later."""
+    """The same config, but for these attributes: all others are read from it and written to it, now and later.
+
+    Raises TypeError if its class cannot have such a view.
+    """
     kind = type(config)
-    own = {name: property(partial(_constant, value)) for name, value in values.items()}
+    renamed = getattr(config, "attribute_map", {})  # of transformers: the name in the code -> the one that is stored
+    own: dict[str, Any] = {renamed.get(name, name): property(partial(_constant, n)) for name, n in values.items()}
+    own["__deepcopy__"] = lambda self, memo: view_of(deepcopy(config, memo), values)
     view: Any = object.__new__(type(f"Local{kind.__name__}", (kind,), own))
-    view.__dict__ = config.__dict__
+    object.__setattr__(view, "__dict__", config.__dict__)
     return view
 
 
 def _constant(value: int, view: Any) -> int:
     return value
+
+
+def view_faults(module: Any, values: Mapping[str, int]) -> list[str]:
+    """Why the module's config cannot have a view with these values."""
+    counts = of_config(values)
+    if not counts:
+        return []
+    config = module.config
+    kind = type(config)
+    late = [name for each in kind.__mro__ for name, x in vars(each).items() if isinstance(x, cached_property)]
+    if late := [name for name in late if name not in vars(config)]:
+        return [f"its config computes {late[0]} when it is first read, perhaps from the local values; read it before"]
+    try:
+        view = view_of(config, counts)
+    except TypeError as error:
+        return [f"its config, a {kind.__name__}, cannot be shown with local values: {error}"]
+    return [f"its config's {name} cannot be set" for name, value in counts.items() if getattr(view, name) != value]
 
 
 def lengths(module: Any) -> dict[str, Any]:
@@ -365,6 +402,8 @@ class OfHeads(Colwise):
         features, listed = module.weight.shape[0], ", ".join(map(str, self.heads))
         if 0 in self.heads or features % sum(self.heads):
             return [f"{features} output features are not matrices of {listed} heads of one width"]
+        if max(self.heads) < world_size:
+            return [f"{max(self.heads)} heads cannot be divided among {world_size} ranks"]
         return [
             f"{count} heads cannot be divided evenly among {world_size} ranks"
             for count in dict.fromkeys(self.heads)
@@ -379,6 +418,20 @@ class OfHeads(Colwise):
         first = [sum(self.heads[:i]) + count * comm.rank // comm.world_size for i, count in enumerate(self.heads)]
         own = [max(count // comm.world_size, 1) for count in self.heads]
         return tuple((begin * width, count * width) for begin, count in zip(first, own, strict=True))
+
+
+def heads_faults(named: Mapping[str, Any], styles: Mapping[str, Foreign]) -> list[str]:
+    """Faults: packed heads, of which the module around them counts others."""
+    faults = []
+    for name, style in styles.items():
+        around = styles.get(parent_of(name))
+        if isinstance(style, OfHeads) and isinstance(around, LocalView):
+            module = named[parent_of(name)]
+            counts = {each: value_of(module, each) for each in around.attributes if "head" in each}
+            if counts and style.heads[0] not in counts.values():
+                listed = ", ".join(f"{each} {count}" for each, count in counts.items())
+                faults.append(f"{generic(name)}: its plan says {style.heads[0]} heads, the module around it {listed}")
+    return faults
 
 
 # --- norms over all heads ---------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from fusedtp.ops.tokens import gather_tokens
 
 from .copies import deep_copy
 from .foreign_plan import adopt
+from .local_view import heads_in
 from .placement import Mesh
 from .plan import generic, matches, parent_of, plan_of
 from .token_shard import TokenShard
@@ -87,14 +88,14 @@ def prove(
     taken: Mapping[str, Any] = plan_of(model) if plan is None else plan
     if not taken:
         raise NoTwin(f"{type(model).__name__} has no plan to prove; parallelize proves the one that it infers")
-    return _prove(_copy_of(model, mesh, example), mesh, example, taken, sequence_parallel)
+    return _prove(_copy_of(model, mesh, example, taken), mesh, example, taken, sequence_parallel)
 
 
 def proved_plan(
     model: nn.Module, mesh: Mesh, plan: Mapping[str, str], sequence_parallel: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The part of a plan that is exact, and module -> why it stays whole. Collective. Raises NoTwin, ValueError."""
-    plain = _copy_of(model, mesh, None)
+    plain = _copy_of(model, mesh, None, plan)
     kept = dict(plan)
     whole: dict[str, str] = {}
     while True:
@@ -122,11 +123,15 @@ def _region(where: str, plan: Mapping[str, str]) -> tuple[str, list[str]]:
         at = parent_of(at)
 
 
-def _copy_of(model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None) -> nn.Module:
+def _copy_of(
+    model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None, plan: Mapping[str, str]
+) -> nn.Module:
+    """A small copy of the model with as many heads as ranks, or as the plan's words say."""
     comm = communicator(mesh)
+    heads = max((count for word in plan.values() for count in heads_in(word)), default=comm.world_size)
     with _seeding:
         try:
-            return twin_of(model, comm.world_size).to(comm.device)
+            return twin_of(model, heads).to(comm.device)
         except NoTwin:
             if example is None:
                 raise

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedtp
@@ -66,6 +67,65 @@ def test_queries_packed_with_fewer_keys_are_cut_by_heads(attention: Any, ranks: 
     found = infer(planless.NanoGPT(attention), ranks)
     assert not found.whole
     assert found.plan["h.*.attn.attn"] == packed and found.plan["h.*.attn"] == f"local_view({divided})"
+
+
+class OfTwoKinds(nn.Module):
+    """Two attentions of equal shapes, whose configs count heads differently; too large to be tried as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(1_400_000, 16)
+        self.h = nn.ModuleList([planless.GroupedByConfig(16, 4) for _ in range(2)])
+        for attention, numbers in zip(self.h, ((4, 1, 4), (8, 2, 2)), strict=True):
+            heads, few, size = numbers
+            attention.attn = nn.Linear(16, (heads + 2 * few) * size)
+            attention.config, attention.head_dim = planless.GroupedConfig(*numbers), 0  # type: ignore[assignment]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.wte(ids)
+        for attention in self.h:
+            x = x + attention(x)
+        return x
+
+
+@pytest.mark.slow
+def test_layers_whose_configs_count_other_heads_are_tried_apart():
+    plan = infer(OfTwoKinds(), 2, example={"ids": ids()}).plan
+    assert [plan[f"h.{i}.attn"] for i in range(2)] == ["colwise_of_heads(4, 1, 1)", "colwise_of_heads(8, 2, 2)"]
+
+
+class BiasedByConfig(nn.Module):
+    """An attention that gets a bias of all heads, whose number its config knows; too large to be tried as a whole."""
+
+    class Attention(planless.Biased):
+        def __init__(self) -> None:
+            super().__init__(planless.WIDTH, planless.HEADS)
+            self.config = planless.GroupedConfig(self.heads, 1, 8)
+            del self.heads
+
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+            q, k, v = (
+                each(x).unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for each in (self.q, self.k, self.v)
+            )
+            y: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
+            return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(700_000, planless.WIDTH)
+        self.h = nn.ModuleList(BiasedByConfig.Attention() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.wte(ids)
+        for attention in self.h:
+            x = x + attention(x, planless.distances(x)[None, None] * torch.arange(1.0, 5)[:, None, None])
+        return x
+
+
+@pytest.mark.slow
+def test_arguments_are_cut_by_a_number_of_a_config_too():
+    plan = infer(BiasedByConfig(), 2, example={"ids": ids()}).plan
+    assert plan["h.*"] == "local_view(config.n_head, bias[1 of 4])"
 
 
 class HeadsFirst(planless.Alibi):

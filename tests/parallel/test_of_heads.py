@@ -4,6 +4,8 @@ In float64 with random values; each sum has at most 80 terms, so relative errors
 """
 
 import copy
+from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import GPT2Config
 
 import fusedtp
 from fusedtp.comm import VirtualWorld
+from fusedtp.parallel.local_view import view_of
 from tests.sampling import examples
 
 OFF = 1e-12
@@ -151,6 +155,7 @@ def test_equals_one_device(
     [
         ("colwise_of_heads(4, 2, 1)", "8 output features|32 output features are not matrices of 4, 2, 1 heads"),
         ("colwise_of_heads(5, 2, 1)", "5 heads cannot be divided evenly among 2 ranks"),
+        ("colwise_of_heads(1, 1)", "1 heads cannot be divided among 2 ranks"),
         ("colwise_of_heads(8, 0, 0)", "are not matrices of 8, 0, 0 heads"),
     ],
 )
@@ -160,14 +165,50 @@ def test_what_does_not_fit_is_refused(word: str, said: str) -> None:
         VirtualWorld(2).run(lambda group: split(group, model, {"attn.qkv": word, "attn.out": "rowwise"}, True))
 
 
-def test_a_config_that_cannot_be_viewed_is_refused() -> None:
-    class Slots:
-        __slots__ = ("few_heads", "heads")
+def test_numbers_that_the_module_around_does_not_count_are_refused() -> None:
+    """(8, 4, 4) of width 2 has as many features as (4, 2, 2) of width 4, and another order."""
+    plan = {**plan_of(4, 2, False), "attn.qkv": "colwise_of_heads(8, 4, 4)"}
+    with pytest.raises(
+        ValueError, match=r"attn\.qkv: its plan says 8 heads, the module around it heads 4, few_heads 2"
+    ):
+        VirtualWorld(2).run(lambda group: split(group, made(4, 2, 4, True, False), plan, True))
 
-    model = made(4, 2, 4, True, True)
-    model.attn.config = Slots()  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"it has no integer attribute config\.heads"):
-        VirtualWorld(2).run(lambda group: split(group, model, plan_of(4, 2, True), True))
+
+class Slots:
+    __slots__ = ("few_heads", "heads")
+
+
+class Late(Config):
+    @cached_property
+    def width(self) -> int:
+        return 16 // self.heads
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (Slots(), r"it has no integer attribute config\.heads"),
+        (SimpleNamespace(heads=4, few_heads=2), "its config, a SimpleNamespace, cannot be shown with local values"),
+        (Late(4, 2), "its config computes width when it is first read"),
+    ],
+)
+def test_a_config_that_cannot_be_viewed_is_refused_before_anything_changes(config: Any, said: str) -> None:
+    def of_rank(group: Any) -> None:
+        model = made(4, 2, 4, True, True)
+        model.attn.config = config
+        with pytest.raises(ValueError, match=said):
+            fusedtp.parallelize(model, group, plan=plan_of(4, 2, True), prove=False)
+        assert not any(
+            isinstance(p, DTensor) or hasattr(m, "parallel") for m in model.modules() for p in m.parameters()
+        )
+
+    VirtualWorld(2).run(of_rank)
+
+
+def test_a_view_knows_by_which_name_a_config_of_transformers_stores_a_number() -> None:
+    whole = GPT2Config(n_head=8)
+    view = view_of(whole, {"num_attention_heads": 4})
+    assert (view.num_attention_heads, view.n_head, whole.num_attention_heads, view.n_embd) == (4, 4, 8, whole.n_embd)
 
 
 def test_the_view_of_a_config_is_the_config_but_for_the_numbers() -> None:
@@ -186,6 +227,7 @@ def test_the_view_of_a_config_is_the_config_but_for_the_numbers() -> None:
         assert whole.later == 3
         copied = copy.deepcopy(parallel)
         assert (copied.attn.config.heads, copied.config.heads) == (2, 4)
-        assert copied.attn.config.implementation == "eager"
+        copied.config.implementation = "sdpa"
+        assert copied.attn.config.implementation == "sdpa" and view.implementation == "eager"
 
     VirtualWorld(2).run(of_rank)
