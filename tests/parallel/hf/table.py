@@ -291,7 +291,8 @@ def page(
         "Causal language models without a plan of transformers: one is inferred ([guide.md](guide.md#plans)).",
         f"{sum(exact(inferred[0][name]) and exact(inferred[1][name]) for name in ran)} of {len(ran)} are exact; "
         f"{len(inferred[0]) - len(ran)} more are refused, or run no small copy (below). *Parts*: of the elements",
-        "of weight matrices, those of which a rank holds a part, on 2 / 4 ranks.",
+        "of weight matrices, those of which a rank holds a part, on 2 / 4 ranks; a projection that packs queries with",
+        "fewer keys (falcon, gpt_bigcode) is held whole, and each rank computes its heads of it.",
         "",
         "| family | parts | logits | gradient | tokens | fused | gathered |",
         "|---|---|---|---|---|---:|---|",
