@@ -123,9 +123,7 @@ def _region(where: str, plan: Mapping[str, str]) -> tuple[str, list[str]]:
         at = parent_of(at)
 
 
-def _copy_of(
-    model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None, plan: Mapping[str, str]
-) -> nn.Module:
+def _copy_of(model: nn.Module, mesh: Mesh, example: Mapping[str, Any] | None, plan: Mapping[str, str]) -> nn.Module:
     """A small copy of the model with as many heads as ranks, or as the plan's words say."""
     comm = communicator(mesh)
     heads = max((count for word in plan.values() for count in heads_in(word)), default=comm.world_size)

@@ -112,6 +112,7 @@ def test_what_a_step_was_idle():
     assert V_SHAPED.keys() < SCHEDULES.keys()
 
 
+@pytest.mark.slow
 @given(ranks=st.integers(2, 8), more=st.integers(0, 9))
 @pytest.mark.parametrize("name", sorted(V_SHAPED))
 def test_the_first_stage_of_a_v_begins_before_the_last_one_and_ends_after_it(name: str, ranks: int, more: int):

@@ -90,6 +90,7 @@ def test_parts_share_the_time_that_is_left() -> None:
     assert left == pytest.approx(0) and gpu.seconds_for(every[-1], [], total) == total
 
 
+@pytest.mark.slow
 def test_a_part_that_takes_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     child = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)"

@@ -43,6 +43,7 @@ def test_a_fused_kernel_is_taken_where_it_is_predicted_to_be_a_quarter_faster_on
             assert (measured.at(entry["engines"], rows)[1] == "triton") == fused, (rows, entry["engines"])
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from([16, 512, 4096, 8192]), st.tuples(*[st.integers(99, 103)] * 2), min_size=1))
 def test_rows_go_by_the_copy_engine_from_where_on_that_gains_and_never_loses(times):
     """With 16 and 512 rows there are no times for copies, so few rows go by programs."""

@@ -191,6 +191,7 @@ def test_a_bare_box_gets_json_and_plain_text(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
     def row(engine: str, tokens: int, seconds: float) -> Row:
         shape: dict[str, int | str] = {"model": "m", "layer": "qkv", "T": tokens, "K": 64, "N": 32, "tp": 2}

@@ -1,5 +1,6 @@
 """Plain collectives equal their formulas on integers that every dtype holds exactly, for any number of rows."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,6 +42,7 @@ cases = st.integers(1, 4).flatmap(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(cases)
 def test_between_processes(case):

@@ -63,6 +63,7 @@ def warm_up(group) -> set[str]:
     return {line.split()[4] for line in lines if "/memfd:fusedtp" in line}
 
 
+@pytest.mark.slow
 def test_after_sigkill_peers_raise_at_once_and_no_process_or_memory_is_left():
     before = named_files()
     with World(3) as own:

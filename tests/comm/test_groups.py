@@ -61,6 +61,7 @@ def whole_mesh(group) -> None:
     communicator(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")))
 
 
+@pytest.mark.slow
 def test_a_mesh_of_two_dimensions_is_refused_by_name():
     for outcome in world(2).outcomes(whole_mesh):
         assert outcome.is_a("ValueError") and "dp" in outcome.message and "tp" in outcome.message

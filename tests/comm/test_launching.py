@@ -160,6 +160,7 @@ def at(offset: int, *shape: int, dtype=torch.bfloat16) -> torch.Tensor:
     return torch.zeros(count + offset, dtype=dtype)[offset:].view(shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [name for name in OWN if name not in SIGNALS])
 def test_every_kernel_is_launched_as_by_triton(triton, monkeypatch, kernel):
     """Every variant: first through Triton, then without it, and again after the group's memory has moved."""
@@ -369,6 +370,7 @@ def local_call(draw, kind: str, rows: int, width: int) -> tuple:
     return pointwise.plan_swiglu_backward, *tensors, act
 
 
+@pytest.mark.slow
 @given(
     kind=st.sampled_from(["norm", "norm backward", "gated", "gated backward", "rotate"]),
     sizes=st.sampled_from([(16, 64), (1, 64), (16, 24), (16, 9000), (0, 64)]),

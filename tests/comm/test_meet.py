@@ -65,6 +65,7 @@ def after_fused_kernels(group, engines: tuple[str, ...]) -> list[int]:
     return epochs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engines", [("triton",), ("multimem",), ("triton", "multimem"), ("multimem", "triton")])
 def test_all_ranks_meet_once_more_after_a_fused_kernel_and_not_before_one(engines):
     n = len(engines)
@@ -329,6 +330,7 @@ def late(group, seconds: float) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_within_the_timeout():
     outcomes = world(2).run(late, 2.5, fresh=True)
     assert "waited for rank 1, which had not signalled" in outcomes[0], outcomes

@@ -44,6 +44,7 @@ def comes_late(group: Any) -> None:
     multiplied(group)
 
 
+@pytest.mark.slow
 def test_a_timeout_holds_in_operations_too():
     with pytest.raises(SignalTimeout, match=r"rank 0 waited 0\.5 s for rank 1 in all_gather_matmul"):
         VirtualWorld(2, timeout_s=0.5).run(comes_late)

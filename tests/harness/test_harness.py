@@ -150,6 +150,7 @@ def test_what_ends_a_warm_python_ends_its_process(number):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", ["nothing", "a length", "a part", "all"])
 def test_a_client_killed_while_it_asks_takes_nobody_with_it(sent):
     """The client's child ends, even if it started before the client learnt of it, and later clients are served."""

@@ -19,6 +19,7 @@ def test_a_missing_peer_is_named_in_time(worlds, op, in_one):
         assert later[rank]["quiet"] and not replies[rank]["quiet"]
 
 
+@pytest.mark.slow
 def test_nothing_is_published_after_a_failure(worlds):
     """The second stage of an all-reduce fails on all ranks; the flags of its third stage do not change."""
     _, later = worlds.fail(3, dict(op="matmul_all_reduce", sizes=(5, 5, 9), in_one=False, absent=1, other=NOBODY))

@@ -124,6 +124,7 @@ def test_a_kernel_takes_four_descriptors(worlds, weights):
         worlds.check(2, dict(call, descriptors=weights % 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("products", range(1, 5))
 def test_a_gradient_s_products_are_added_where_their_operands_lie(worlds, products):
     """By TMA, by pointers, and with rows in runs; parts of K that no tile divides; weights with rows along K."""
@@ -170,6 +171,7 @@ def test_one_program_a_stage_is_enough(worlds, op):
     worlds.check(3, dict(op=op, sizes=(20, 0, 17), in_one=False, config=one))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_fewer_flags_than_tiles(worlds, op):
     """One flag then covers several rows or tiles, all done by one program."""

@@ -14,6 +14,7 @@ from tests.nn.support import assert_close, randn
 shapes = st.tuples(st.integers(0, 8), st.integers(1, 6))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(-2, 6)), st.integers(0, 6).map(lambda n: n + 1))
 def test_counts_are_those_of_each_index_and_negative_ones_count_for_nothing(indices, size):
     indices = [i for i in indices if i < size]
@@ -62,6 +63,7 @@ def biased(group, counts: Tensor, bias: Tensor, rate: float) -> Tensor:
     return balance.update_bias_(bias.clone(), counts[group.rank()], rate, group)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(0, 1 << 30))
 def test_bias_moves_by_the_sign_of_what_is_missing_on_all_ranks(size, layers, experts, seed):

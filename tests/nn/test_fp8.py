@@ -158,6 +158,7 @@ def test_a_parallel_layer_equals_the_formula(case):
     world(len(case.sizes)).run(equals_the_formula, case)
 
 
+@pytest.mark.slow
 @TRITON.marks[0]
 @settings(max_examples=6)
 @given(cases("triton", rows=4))
@@ -283,6 +284,7 @@ def falls_back(group, case: Case) -> None:
         assert_same(name, small[name], right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [None, 2])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("kind", ["column", "row"])
@@ -477,6 +479,7 @@ def takes(group, dtype: torch.dtype) -> None:
     layer(torch.ones(2, 6, dtype=dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_another_dtype_is_refused(dtype):
     said = f"FP8Linear got x of {dtype}"

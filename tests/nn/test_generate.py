@@ -49,6 +49,7 @@ def test_the_mode_comes_back_after_an_error() -> None:
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["colwise", "colwise_gather_output", "whole"])
 def test_ranks_continue_as_the_plain_model(head: str) -> None:
     for pairs in world(2).run(continuations, head):

@@ -74,6 +74,7 @@ def sharded(group: object, seed: int) -> dict[str, bool]:
     return {name: torch.equal(got[name], want[name]) for name in want}
 
 
+@pytest.mark.slow
 def test_any_slicing_holds_the_same_model() -> None:
     """Two ranks of tensor parallelism times two of FSDP2, tied weights, a vocabulary of 7, built on the meta device."""
     for equal in world(4).run(sharded, 3):

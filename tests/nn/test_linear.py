@@ -79,6 +79,7 @@ def several_law(device: str, widths: list[int], dtype: torch.dtype, kept: torch.
         assert_within("dx", given[0].grad.cpu(), total, lost)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=4, unique=True),
     st.sampled_from([torch.bfloat16, torch.float16]),

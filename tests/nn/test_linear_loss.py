@@ -34,6 +34,7 @@ def formula(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, labels: to
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / max(count, 1)
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 9),
     st.integers(1, 9),
@@ -134,6 +135,7 @@ def test_a_16_bit_weight_s_gradient_is_summed_over_pieces_in_fp32():
     assert_within("dw", sums[0], sums[1].double(), roundings_of(2, 256) * torch.finfo(torch.float32).eps * absolute)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [7, 1031, 5000], ids=lambda rows: f"{rows} rows a piece")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_16_bit_bias_s_gradient_is_rounded_once_after_all_rows(dtype, rows):

@@ -28,6 +28,7 @@ def draw(tokens: int, vocab: int, seed: int) -> tuple[torch.Tensor, torch.Tensor
     return randn(tokens, vocab, seed=seed) * 3, labels
 
 
+@pytest.mark.slow
 @given(cases)
 def test_without_a_group_it_is_plain_cross_entropy(case: tuple[int, int, int]) -> None:
     logits, labels = draw(*case)
@@ -235,6 +236,7 @@ def with_a_fault_on_rank_0(group, fault: str) -> None:
     vocab_parallel_cross_entropy(logits, labels, group, vocab_size=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["shape", "label", "columns"])
 def test_a_rank_that_raises_tells_its_peers(fault: str) -> None:
     first, second = world(2).outcomes(with_a_fault_on_rank_0, fault, timeout=30)

@@ -291,6 +291,7 @@ def test_wrong_shapes_raise(bad: str) -> None:
         make()(*arguments[bad])
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     """Fifty steps on one repeated batch."""
     model = init_(CausalLM(ModelConfig(**{**SMALL, "dtype": "float32", "param_dtype": "float32"})), 0)  # type: ignore[arg-type]

@@ -40,6 +40,7 @@ def by_loop(experts: Experts, x, ids, weights):
     return torch.stack(out) if out else x * 0
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.integers(0, 9), st.integers(1, 6), st.integers(1, 7), st.integers(1, 6), st.integers(1, 4),
@@ -72,6 +73,7 @@ def test_experts_equal_the_loop(tokens, dim, hidden, num_experts, top_k, gated, 
         assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(5,), (4, 0, 3), (1, 1), (0, 0)])
 @pytest.mark.parametrize("recv_capacity", [0.125, 0.5, 1.0, 1.625])
 @pytest.mark.parametrize("top_k", [1, 3])

@@ -125,6 +125,7 @@ def sinkhorn_rank(group, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return router(x.split(sizes)[group.rank()], group=group).expert_ids
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(splits(), st.integers(1, 5), st.integers(0, 1 << 30))
 def test_sinkhorn_chooses_in_training_by_the_plan_of_all_ranks(split, experts, seed):

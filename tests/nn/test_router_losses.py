@@ -36,6 +36,7 @@ def on_ranks(group, x, weight, bias, spec, split, dy) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(options(), splits(), st.integers(0, 1 << 30), st.sampled_from(["switch", "gshard"]))
 def test_losses_and_gradients_are_those_of_one_process(spec, split, seed, kind):

@@ -173,6 +173,7 @@ def test_the_other_engines_equal_the_formula(case):
     world(len(case.sizes)).run(equals_the_formula, case)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.sampled_from(["chunked", "collective"]).flatmap(lambda engine: cases(engine, EXACT)))
 def test_threads_equal_the_formula(case):
@@ -205,6 +206,7 @@ def rounds_once(group, case: Case) -> None:
 SIXTEEN = [pytest.param("triton", dtype, marks=TRITON.marks) for dtype in (BF16, FP16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "dtype"), [*product(ENGINES[:2], (BF16, FP16, FP64)), *SIXTEEN])
 @settings(max_examples=6)
 @given(st.data())

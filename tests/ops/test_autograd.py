@@ -158,6 +158,7 @@ def with_tangents(group, operation: str, engine: str, kept: bool) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", ["gather", "scatter", "reduce", "dispatch", "grouped"])
 @pytest.mark.parametrize("engine", ["collective", "chunked"])
 @pytest.mark.parametrize("kept", [False, True], ids=["first", "later"])
@@ -214,6 +215,7 @@ def two_losses(group, engine: str, keep: bool) -> None:
         assert_equal(list(got), list(want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_weight_gradients_of_a_second_loss_are_not_those_of_the_first(engine, keep):

@@ -28,6 +28,7 @@ def draws(draw, layouts: st.SearchStrategy = LAYOUTS) -> Draw:
 STARTS = st.sampled_from([0, 7, 1 << 17])
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(draws(), STARTS)
 def test_statistics(draw, start):
@@ -46,12 +47,14 @@ def test_ones_and_zeros_are_exact(draw, start):
     interpreted(exact_law, draw, start)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(draws(), st.sampled_from([0.05, 1.0]))
 def test_infinite_logits_and_nan(draw, share):
     interpreted(odd_law, draw, share)
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(NARROW, st.integers(0, 9), st.integers(1, 40), st.integers(1, 4), st.integers(0, 99))
 def test_the_losses_by_these_kernels(dtype, rows, width, piece_rows, seed):

@@ -95,6 +95,7 @@ def late_fault() -> None:
     fault()
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_between_two_signals_is_named_in_the_vote_before_growing():
     """Rank 2 has already received its signal; rank 0 raises only as a consequence and must not be named."""
     outcomes = world(3).outcomes(fail_at_signal, "chunked", 2, PerRank([None, late_fault, None]), fresh=True)
@@ -102,6 +103,7 @@ def test_a_rank_that_raises_between_two_signals_is_named_in_the_vote_before_grow
         assert peer.is_a("PeerFailed") and "rank 1 raised" in peer.message, peer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [4, 6])  # the second of two signals: rank 2 already has its own
 def test_a_peer_that_was_signalled_before_the_fault_may_finish_the_call_and_stops_in_the_next(number):
     outcomes = world(3).outcomes(fail_at_signal, "chunked", number, PerRank([None, fault, None]), 1, fresh=True)

@@ -62,6 +62,7 @@ def test_gated_matmul_and_all_gradients(draw):
     laws.gated_law(draw)
 
 
+@pytest.mark.slow
 @triton
 @settings(max_examples=6)
 @given(draws("triton", experts=6, dtypes=DTYPES), st.booleans())
@@ -181,6 +182,7 @@ def test_gradients_of_empty_experts_are_zeros_whatever_grouped_mm_leaves_there(m
     laws.check("dw", engines._vendor_wgrad(dy, x, draw.offsets), laws.wanted_wgrad(draw, dy, x))
 
 
+@pytest.mark.slow
 def test_opcheck():
     laws.opcheck_law("chunked")
 
@@ -191,6 +193,7 @@ def test_compiled_experts_equal_eager_ones(engine):
     interpreted(laws.compiled_law, engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_gradcheck(act):
     draw = Draw(torch.float64, (2, 0, 3), 3, 2, act=act)

@@ -34,6 +34,7 @@ def on_both_dimensions(group, engine: str) -> None:
             assert torch.equal(z, sum(xs) @ w.T), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_mesh_dimensions_are_groups_of_their_own(engine):
     world(4).run(on_both_dimensions, engine, fresh=True)
@@ -66,6 +67,7 @@ def of_plain_and_distributed_weights(group, engine: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_weight_may_be_distributed_or_this_rank_s_part(engine):
     world(2).run(of_plain_and_distributed_weights, engine, fresh=True)

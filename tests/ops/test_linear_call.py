@@ -131,6 +131,7 @@ def outcomes(group: Any, drawn: list[tuple[str, Drawn]], keeps: bool) -> list[An
     return found
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from(FUNCTIONS), calls()), min_size=2, max_size=8))
 @example([("matmul_reduce_scatter", Drawn()), ("matmul_reduce_scatter", Drawn(grads=(False, True, True)))])
 @example([("matmul_reduce_scatter", Drawn()), ("matmul_reduce_scatter", Drawn(main_grad="other shape"))])
@@ -168,6 +169,7 @@ def checks_of(group: Any, function: str, mode: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_only_the_first_call_of_a_kind_is_checked(function):
     with_grad, without, cast = (

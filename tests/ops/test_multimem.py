@@ -42,6 +42,7 @@ def test_equals_the_formula(case):
     world(case.world_size).run(exact, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 2), (torch.bfloat16, 3), (torch.float16, 4)], ids=str)
 def test_several_tiles_and_steps_equal_the_formula(dtype, size):
     """Tiles of 64 rows and columns, with tails; enough of them that programs sum and copy between their products."""

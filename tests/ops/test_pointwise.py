@@ -44,6 +44,7 @@ def test_an_input_whose_norm_is_not_used():
     interpreted(unused_law, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [2048, 3000])
 def test_rms_norm_of_wide_rows_several_a_program(dtype, width):

@@ -49,6 +49,7 @@ def test_the_largest_magnitude(draw):
     interpreted(largest_law, draw)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(draws(), st.sampled_from([4, 124, 128, 132, 1020, 1024, 1100]))
 def test_rows_to_experts(draw, k):

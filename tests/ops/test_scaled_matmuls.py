@@ -213,6 +213,7 @@ def test_the_kernels_equal_the_formula(case):
 OTHERS = st.sampled_from(["chunked", "collective"])
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @example(replace(IN_TWO_SHOTS, engine="chunked", sizes=(3000, 0, 400)))
 @given(OTHERS.flatmap(cases))
@@ -301,6 +302,7 @@ def keeps_nan_in_its_row(group, case: Case, value: float) -> None:
             assert_same(f"rank {rank}: y with {value} as {part}", mine, right.to(case.dtype))
 
 
+@pytest.mark.slow
 @EACH
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("engine", ENGINES)
@@ -368,6 +370,7 @@ def gathers_other_formats(group, engine: str) -> None:
     fusedtp.scaled_all_gather_matmul(x, one, [w], [one], group, engine=engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ranks_with_other_formats_are_told(engine):
     fp8 = r"torch\.float8_e(4m3fn|5m2)"

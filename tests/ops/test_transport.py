@@ -69,6 +69,7 @@ def asked_for_copies(group, operation: str) -> list[bool]:
     return [plan.copies for plan in comm.plans.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", ["all_gather_matmul", "all_gather_gated_matmul", "scaled_all_gather_matmul"])
 def test_copies_bring_no_few_rows(operation):
     """The few-rows kernel waits for one flag of each rank, and copies would set that flag too."""

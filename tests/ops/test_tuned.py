@@ -49,6 +49,7 @@ def empty(tmp_path: Path) -> Any:
         yield tmp_path
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(
     st.sampled_from(list(tuned.KERNELS)),

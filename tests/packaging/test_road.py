@@ -98,6 +98,7 @@ def road_of(call: Callable[[], None]) -> Road:
     return seen
 
 
+@pytest.mark.slow
 def test_a_gather_reaches_its_kernel_through_at_most_8_files_and_35_functions():
     pytest.importorskip("triton")
     for seen in world(2).run(road, "triton", False):
@@ -105,6 +106,7 @@ def test_a_gather_reaches_its_kernel_through_at_most_8_files_and_35_functions():
         assert 0 < files <= 8 and 0 < functions <= 35, "\n".join(map(str, [*seen.entered][: seen.start]))
 
 
+@pytest.mark.slow
 def test_with_its_backward_it_enters_at_most_10_files_and_55_functions():
     pytest.importorskip("triton")
     for seen in world(2).run(road, "triton", True):

@@ -50,6 +50,7 @@ def split(group: Any, kind: type[nn.Module], fault: str, message: str) -> None:
 DIFFERENT = r"ranks found different plans: second\.up \(rank 0: 'colwise', rank 1: 'whole'\); second\.down"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "fault", "messages"),
     [
@@ -111,6 +112,7 @@ def of_our_own(group: Any, what: str, sequence_parallel: bool) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize(
     ("what", "message"),

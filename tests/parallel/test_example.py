@@ -168,6 +168,7 @@ def test_an_example_that_hides_a_wrong_split_proves_nothing(example: dict[str, T
     assert not infer(NormedByFeatures(), 2, example=example).plan
 
 
+@pytest.mark.slow
 def test_gradients_of_the_example_are_compared():
     plan = infer(planless.GradientByHeads(of_input=True), 2, example={"x": torch.randn(2, 8, 32)}).plan
     assert plan == {"fc1": "colwise", "fc2": "rowwise"}, "with a local number of heads its gradient is wrong"

@@ -163,6 +163,7 @@ def accumulated(group, split: ExpertSplit) -> None:
         assert_close(f"main_grad of {name}", parameter.main_grad, wanted[name].grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["copies", "experts and parts"], ids=str)
 def test_main_grad(way: str):
     world(4).run(accumulated, WAYS[way])

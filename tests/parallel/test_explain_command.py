@@ -18,6 +18,7 @@ def test_numbers_below_one_are_refused_by_their_option(words, said, capsys):
     assert ended.value.code == 2 and out == "" and said in err
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_split_so_is_an_error_not_a_result(capsys):
     pytest.importorskip("transformers")
     assert cli.main(["explain", "--model", "llama", "--tp", "7"]) == 1

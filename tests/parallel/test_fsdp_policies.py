@@ -67,6 +67,7 @@ def test_parameters_in_bf16_and_gradients_reduced_as_the_policy_says(reduce_dtyp
     world(4).run(mixed_precision, reduce_dtype, False, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_policy_that_casts_inputs_of_blocks_rounds_the_rotary_table_too():
     world(4).run(mixed_precision, torch.float32, True, timeout=120)
 

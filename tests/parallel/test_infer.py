@@ -295,6 +295,7 @@ def test_what_inner_modules_and_parameters_know_of_heads_is_divided():
     assert "changed to local values in h.0.by_heads: h 4 -> 2" in said
 
 
+@pytest.mark.slow
 def test_what_a_trial_does_not_use_is_not_divided():
     plan = infer(planless.Chain(planless.Idle), 2).plan
     assert plan["h.*.by_heads"] == "local_view(h)" and plan["h.*.temperature"] == "grouped_gemm"
@@ -304,6 +305,7 @@ def test_what_a_trial_does_not_use_is_not_divided():
 ALL_HEADS = {"0": "norm_of_all_heads"}
 
 
+@pytest.mark.slow
 def test_a_norm_over_the_features_of_all_heads_is_split_as_they_are():
     plan = infer(planless.NanoGPT(planless.NormedAttention), 2).plan
     assert plan["h.*.attn.q_norm"] == plan["h.*.attn.k_norm"] == "norm_of_all_heads"
@@ -317,18 +319,21 @@ def test_a_norm_over_the_features_of_all_heads_is_split_as_they_are():
         )
 
 
+@pytest.mark.slow
 def test_an_interleaved_projection_stays_whole():
     found = infer(planless.NanoGPT(planless.InterleavedAttention), 2)
     assert not any("attn" in name for name in found.plan)
     assert "ranks" in found.whole["h.*.attn.c_attn"]
 
 
+@pytest.mark.slow
 def test_heads_that_ranks_cannot_share_stay_whole():
     found = infer(gpt2(n_embd=24, n_head=3), 2)
     assert "transformer.h.*.attn.c_attn" not in found.plan and "transformer.h.*.mlp.c_fc" in found.plan
     assert "num_heads is 3, which 2 ranks cannot share" in found.whole["transformer.h.*.attn.c_attn"]
 
 
+@pytest.mark.slow
 def test_layers_that_differ_are_named_one_by_one():
     model: Any = planless.NanoGPT()
     model.h[1]["attn"] = planless.InterleavedAttention(planless.WIDTH, planless.HEADS)
@@ -365,6 +370,7 @@ def test_linears_that_do_more_are_named():
     assert whole == dict.fromkeys("02", "Rounding has its own forward")
 
 
+@pytest.mark.slow
 def test_linears_with_a_forward_of_their_own_that_computes_the_same_are_split():
     """Falcon adds the bias in a second step. Its MLP and its attention, which cannot be split, share their input."""
     plan, whole = infer(model_of("falcon"), 2)
@@ -376,6 +382,7 @@ def test_linears_with_a_forward_of_their_own_that_computes_the_same_are_split():
     }
 
 
+@pytest.mark.slow
 def test_roundoff_where_a_softmax_saturates_hinders_nothing():
     """With large inputs a query's gradient is so small that roundoff changes it by a twentieth."""
     plan, _ = infer(model_of("bert-generation"), 2)
@@ -473,6 +480,7 @@ def test_gradients_of_all_outputs_are_compared():
     assert not found.plan and "gradient" in found.whole["up"]
 
 
+@pytest.mark.slow
 def test_numbers_that_happen_to_equal_a_width_are_left_alone(monkeypatch: pytest.MonkeyPatch):
     kind = transformers.models.gpt2.modeling_gpt2.GPT2Attention
     begin = kind.__init__
@@ -486,6 +494,7 @@ def test_numbers_that_happen_to_equal_a_width_are_left_alone(monkeypatch: pytest
     assert names_in(view) == ("num_heads", "embed_dim", "split_size")
 
 
+@pytest.mark.slow
 def test_weights_that_start_at_zero_hide_nothing():
     model = planless.NanoGPT(planless.InterleavedAttention)
     for module in model.modules():
@@ -500,6 +509,7 @@ def test_a_fault_that_only_gradients_show(of_input: bool):
     assert infer(planless.GradientByHeads(of_input), 2).plan == {"fc1": "colwise", "fc2": "rowwise"}
 
 
+@pytest.mark.slow
 def test_the_model_is_not_changed():
     model = made("nano")
     before = {key: x.clone() for key, x in model.state_dict().items()}
@@ -535,6 +545,7 @@ class Deciding(nn.Module):
         return self.down(h.relu() if self.decide(x, h) else h.sin())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "decide",
     [
@@ -662,6 +673,7 @@ class Empty(Hidden):
         self.nothing = nn.Parameter(torch.zeros(0, 24))
 
 
+@pytest.mark.slow
 def test_outputs_and_parameters_of_unusual_kinds():
     split = {"up": "colwise", "down": "rowwise"}
     assert infer(InDataclass(kept), 2).plan == split
@@ -716,6 +728,7 @@ def normalized(x: Tensor) -> Tensor:
     return nn.functional.normalize(x, dim=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layers",
     [

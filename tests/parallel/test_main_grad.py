@@ -81,6 +81,7 @@ def in_operations(group, engine: str, autocast: bool) -> None:
     assert_unrounded("matmul_all_reduce", out, dy, wide)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_operation_adds_to_main_grad_unrounded(engine, autocast):
@@ -227,6 +228,7 @@ def compiled(group, fullgraph: bool, layer: bool) -> None:
         torch.compile(function, fullgraph=fullgraph, backend="aot_eager")(random(4, K, seed=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_compiled_layer_with_main_grad_says_that_it_cannot_be(fullgraph, layer):

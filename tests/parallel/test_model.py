@@ -102,6 +102,7 @@ def compare_documents(group, window: int | None) -> None:
         assert other.item() != out[0].item(), "neither may be without effect"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_documents_and_positions(world_size: int, window: int | None):
@@ -210,6 +211,7 @@ def sums_of_gradients(group, changes: dict, how: str) -> int:
 BIASED = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how, changes, wanted",
     [
@@ -288,6 +290,7 @@ def changed_by_a_user(group, what: str, sequence_parallel: bool) -> None:
     assert_same_gradients(parallel, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("what", ["a subclass", "a norm replaced", "hooks", "some layers"])
 def test_what_a_user_changes_in_a_stack_is_kept(what: str, sequence_parallel: bool):

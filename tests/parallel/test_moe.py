@@ -61,6 +61,7 @@ def test_loss_and_gradients_equal_the_plain_model(world_size: int, case: str):
     world(world_size).run(compare, 2, 6, CASES[case], {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size, length", [(1, 7), (1, 2), (1, 1), (0, 5)])
 def test_tokens_need_not_divide_and_may_be_fewer_than_ranks(batch_size: int, length: int):
     world(3).run(compare, batch_size, length, SMALL, {})

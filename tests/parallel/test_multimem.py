@@ -43,6 +43,7 @@ def trained(group: Any, sequence_parallel: bool) -> tuple[dict[str, set[str]], d
     return told, ran, loss.item(), whole(ids, labels=labels).loss.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_model_runs_as_it_is_told_and_gives_its_loss(sequence_parallel: bool):
     for told, ran, loss, want in world(2).run(trained, sequence_parallel):

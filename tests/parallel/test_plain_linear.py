@@ -167,6 +167,7 @@ OTHERS += [Narrow(4, 6), Clipped(4, 6), Straight(4, 6), NoGradient(4, 6), Droppi
 OTHERS += [WithBias(4, 6), Adapted(4, 6), Patched(4, 6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", SAME, ids=lambda layer: type(layer).__name__)
 def test_the_same(layer: nn.Linear) -> None:
     assert computes_linear(layer)

@@ -66,6 +66,7 @@ def compare_block(group, shape: tuple[int, ...], dim: int, compiled: bool) -> No
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size, shape, dim",
     [

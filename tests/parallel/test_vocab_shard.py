@@ -104,6 +104,7 @@ def test_anything_else_gathers_and_is_counted(name: str, world_size: int, vocab:
     compare(world_size, tensors(2, 3, vocab, seed), GATHERING[name], gathers=True)
 
 
+@pytest.mark.slow
 @given(
     world_size=st.integers(1, 4),
     vocab=st.integers(1, 11),

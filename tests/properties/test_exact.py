@@ -79,6 +79,7 @@ def test_large_results_which_take_other_ways_equal_the_formula(engine, rows):
         world(3).run(exact, case, timeout=200)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_cases_of_any_size_can_be_summed_exactly(data):
     """The cases in tests/gpu are larger than the ones here."""

@@ -97,6 +97,7 @@ def test_gradients_of_the_whole_world(check, engine, sizes):
     world(len(sizes)).run(check, engine, sizes, False)
 
 
+@pytest.mark.slow
 def test_gradients_when_the_gathered_rows_are_kept():
     world(2).run(check_gather, "chunked", (2, 1), True)
 

@@ -29,6 +29,7 @@ def test_every_kernel_is_tried_and_every_operator_has_a_site() -> None:
     assert {fault.operator for fault in faults()} == {*OPERATORS}
 
 
+@pytest.mark.slow
 def test_each_fault_changes_its_function_and_is_python() -> None:
     for fault in faults():
         compile(fault.source, fault.text, "exec")

@@ -77,6 +77,7 @@ def test_a_file_is_checked_case_by_case_and_faults_are_reported(file, capsys, tm
     assert code == 1 and found(again) == found(out) and relaxed in again
 
 
+@pytest.mark.slow
 def test_several_world_sizes_of_a_right_case_end_with_zero(file, capsys):
     code, out, _ = check(capsys, f"{file}::case_right", "--world-size", 2, 3, "--schedules", 6)
     assert code == 0
@@ -84,6 +85,7 @@ def test_several_world_sizes_of_a_right_case_end_with_zero(file, capsys):
     assert [cells[2].strip() for cells in rows] == ["2", "3"] and "Replay" not in out
 
 
+@pytest.mark.slow
 def test_exhaust_goes_through_small_cases_and_is_replayed_by_itself(file, capsys):
     words = (f"{file}::case_relaxed", "--exhaust", 1, "--resident", "all", "--weak", "no")
     code, out, _ = check(capsys, *words)
@@ -151,6 +153,7 @@ def test_what_cannot_be_checked_ends_with_two_and_one_line(capsys):
     assert code == 2 and out == "" and err == "fusedtp check: error: no such file: nowhere.py\n"
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 400),
     st.integers(1, 16),
@@ -186,6 +189,7 @@ class Workers:
         future.set_result(Part(len(schedules), 0, fault))
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(1, 4), st.sets(st.integers(0, 150), min_size=1, max_size=5))
 def test_the_reported_fault_is_the_earliest_however_workers_finish(data, workers, faulty):
     pool = Workers(workers, faulty, data.draw)

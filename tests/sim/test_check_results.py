@@ -137,6 +137,7 @@ def die(found: Found, *arguments: Any) -> Part:
     return Part(len(arguments[0]))
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_takes_no_other_case_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusedtp.checks.command.run_part", die)
     options = CheckOptions(schedules=3)

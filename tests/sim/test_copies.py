@@ -106,6 +106,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_order_is_needed(impatient, fault):
     rule, text = found("all_gather_matmul", 3, 60, fault)

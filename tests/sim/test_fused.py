@@ -167,6 +167,7 @@ def test_a_broken_protocol_is_found(impatient, name, rule):
     assert fault.accesses or fault.waits
 
 
+@pytest.mark.slow
 def test_a_sum_by_the_switch_needs_a_fence_between_the_two_addresses_of_a_slot():
     whole = case_of("switch_all_reduce", 2, "sm_90")
     fault = explore(replaced(whole, {multimem.other_address: None}), 12, shrink=False).fault

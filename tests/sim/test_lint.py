@@ -66,6 +66,7 @@ def kernels_of(target: str) -> set[str]:
     return {name for name in OWN if target in WITH_FP8 or name not in MAKES_FP8}
 
 
+@pytest.mark.slow
 def test_the_sample_has_each_kernel_on_two_targets_in_each_dtype_and_on_each_branch(cases):
     few = sample(cases)
     assert len(few) < 0.25 * len(cases)

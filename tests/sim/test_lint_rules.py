@@ -193,6 +193,7 @@ def test_what_loops_carry_is_not_lost() -> None:
         assert [report.broken for report in lint.check_case(case)] == [()]
 
 
+@pytest.mark.slow
 def test_too_large_a_kernel_is_told() -> None:
     report = lint.judge(exchange("sm_80", num_stages=8))
     assert set(report.broken) == {"shared-memory", "occupancy"} and report.occupancy == 0

@@ -48,12 +48,14 @@ def found(maker: str, target: str = "sm_90", **options) -> Fault | None:
     return explore(case, schedules_of(48, target=target)).fault
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(exchange.schedules(*TARGETS), st.integers(1, 5))
 def test_a_correct_exchange_passes_every_schedule(schedule, world_size):
     assert fault_of("ring_run", {"world_size": world_size}, schedule) is None
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(exchange.schedules(*TARGETS))
 @pytest.mark.parametrize("maker", ["streams_run", "launches_run", "barrier_run", "masked_run", "lock_run"])
@@ -217,11 +219,13 @@ def test_the_cause_of_a_race_of_two_launches_is_not_in_one_program():
     )
 
 
+@pytest.mark.slow
 def test_a_lock_of_device_scope_does_not_hold_across_devices():
     assert found("lock_run", scope="sys", ranks=3) is None
     assert found("lock_run", scope="gpu", ranks=3).rule == "scope"
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(exchange.schedules(*TARGETS))
 def test_a_schedule_is_decided_by_its_seed(schedule):

@@ -98,6 +98,7 @@ def traces(draw) -> Fault:
     return Fault("write-write race", "not ordered", tuple(race), trace=tuple(moments))
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(traces())
 def test_a_long_trace_keeps_both_accesses_and_nothing_beside_the_point(fault):

@@ -81,6 +81,7 @@ def test_who_sends_in_a_gather_multiplies_when_all_is_sent() -> None:
         assert multiplied == set(range(programs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 16, 32])
 def test_weights_of_few_rows_come_while_rows_travel(tokens: int) -> None:
     """Half a millisecond of loading is hidden behind a millisecond of latency."""
@@ -223,6 +224,7 @@ def test_a_run_is_the_same_every_time() -> None:
 # -- bounds ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.sampled_from([GATHER, SCATTER]), world_sizes, tokens, sizes, sizes)
 def test_with_free_communication_only_the_products_take_time(operation: str, w: int, t: int, n: int, k: int) -> None:
@@ -236,6 +238,7 @@ def test_with_free_communication_only_the_products_take_time(operation: str, w: 
     assert time(problem, IDEAL).total == pytest.approx(want, rel=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.sampled_from([GATHER, SCATTER, REDUCE]), world_sizes, st.integers(64, 600), st.floats(1e9, 1e12), sizes)
 def test_nothing_is_faster_than_its_parts(operation: str, w: int, t: int, link: float, k: int) -> None:
@@ -247,6 +250,7 @@ def test_nothing_is_faster_than_its_parts(operation: str, w: int, t: int, link: 
     assert got.total >= problem.flops / node.flops["bf16"]
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(st.lists(st.floats(1e8, 1e13), min_size=3, max_size=3), st.integers(64, 600))
 def test_a_faster_link_is_never_slower(links: list[float], t: int) -> None:

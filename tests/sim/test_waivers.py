@@ -225,6 +225,7 @@ def check(capsys: Any, *words: str) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_the_command_tells_what_was_waived_how_often_and_what_was_never_met(capsys):
     code, out, _ = check(capsys, FIRST, SECOND, STALE)
     assert code == 0 and " ok " in out
@@ -257,6 +258,7 @@ def test_json_has_names_and_counts(capsys):
     assert case["replay"].endswith(shlex.join(["--waive", FIRST, "--waive", STALE]))
 
 
+@pytest.mark.slow
 def test_exhaust_takes_waivers_and_its_command_repeats_them(capsys):
     code, out, _ = check(capsys, "--exhaust=0", "--resident=all", "--weak=no", FIRST)
     assert code == 1 and f"  --waive {shlex.quote(SECOND)}\n" in out

@@ -78,6 +78,7 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from(FILES), bit=st.integers(0, 1 << 20))
 def test_one_flipped_bit_is_found_and_the_one_before_is_taken(
@@ -711,6 +712,7 @@ def test_a_loaders_state_is_that_of_its_rank(worlds, tmp_path: Path):
 # -- how often ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(save=st.floats(1e-3, 1e4), failure=st.floats(1.0, 1e7))
 def test_the_interval_loses_least(save: float, failure: float):
     """Compare with the minimum of Daly's full model of the run time, found by search."""

@@ -53,6 +53,7 @@ def test_all_faults_of_a_command_line_come_together(capsys, tmp_path):
     assert found[4].endswith(f"{tmp_path / 'file'} is not a folder")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["--accumulate", "--microbatches"])
 def test_a_fault_names_an_option_as_it_was_given(capsys, tmp_path, name):
     sizes = "--pp 2 --tp 1 --layers 4 --batch 6 --schedule interleaved_1f1b"
@@ -79,6 +80,7 @@ def test_a_model_is_looked_at_on_ranks_that_torchrun_started_too(capsys, monkeyp
             cli.main(["train", *options.split(), *where])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "value"), [("--timeout", "inf"), ("--lr", "inf")])
 def test_what_has_no_end_is_refused(capsys, tmp_path, option, value):
     (found,) = errors_of(capsys, option, value, "--runs", str(tmp_path / "runs"))
@@ -118,6 +120,7 @@ def test_shards_are_cut_by_tensor_parallelism_first(capsys, tmp_path):
     assert launch.shard_faults(launch.parse(narrow), 2, 2) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["triton", "multimem"])
 def test_an_engine_that_cannot_run_here_is_refused(capsys, monkeypatch, tmp_path, engine):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

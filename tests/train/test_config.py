@@ -72,6 +72,7 @@ def test_heads_that_do_not_divide_say_which_sizes_work():
     assert "1, 2, 4 would work" in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "ranks", "local_ranks", "wanted"),
     [
@@ -196,6 +197,7 @@ def test_what_another_version_wrote_is_named():
         TrainConfig.from_dict({"optim": {"muon": 1}})
 
 
+@pytest.mark.slow
 def test_resume_takes_the_options_of_the_run_and_those_given_come_first(tmp_path):
     folder = tmp_path / "main"
     folder.mkdir()

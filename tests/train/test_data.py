@@ -372,6 +372,7 @@ def words(request, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_transformers_makes_the_tokens(words, tmp_path):
     tokenizer = tokenizer_of(words)
     for i in range(30):

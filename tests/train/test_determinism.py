@@ -29,6 +29,7 @@ def test_two_runs_are_the_same_to_the_last_bit(worlds, tokens, tmp_path, mesh, o
         assert [name for name in state if not torch.equal(state[name], state_again[name])] == []
 
 
+@pytest.mark.slow
 def test_a_run_switches_it_on_for_itself_alone(book, tmp_path, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # restored after the test
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")

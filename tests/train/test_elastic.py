@@ -99,6 +99,7 @@ def test_on_any_number_of_ranks_a_step_is_the_same_or_a_mesh_that_fits_is_named(
         assert found.data.accumulate == config.data.accumulate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "ranks", "told"),
     [
@@ -178,6 +179,7 @@ def test_ranks_that_are_started_again_go_on_and_those_of_another_job_do_as_asked
     assert json.loads((job.folder / "config.json").read_text())["run"]["replace"] is False
 
 
+@pytest.mark.slow
 def test_what_ended_the_ranks_is_told_even_if_no_step_was_lost(job, capsys):
     assert job.start("--replace", until=3) == (0, [0, 1, 2])
     note_incident(job.folder, "rank 1, killed by SIGKILL", END)
@@ -189,6 +191,7 @@ def test_what_ended_the_ranks_is_told_even_if_no_step_was_lost(job, capsys):
     assert f"resumed at step 5, lost 0 steps, because {again}\n" in capsys.readouterr().out  # a regular end
 
 
+@pytest.mark.slow
 def test_without_a_name_torchruns_count_tells_a_restart(job):
     assert job.start(until=3) == (0, [0, 1, 2])
     assert job.start(until=5)[0] == launch.WRONG_USAGE

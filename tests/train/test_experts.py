@@ -137,6 +137,7 @@ def rooms(group) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_room_of_a_step_is_the_most_that_any_rank_used(worlds):
     (few, first), (many, second) = worlds(2).run(rooms)
     assert few[1] < many[1], "rows that each rank used"

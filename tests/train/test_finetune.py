@@ -153,6 +153,7 @@ def test_a_resumed_run_has_the_options_that_it_had(corpus, folder, tmp_path):
     assert len(losses(tmp_path / "finetune")) == 3 and (out / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_asked_to_end_writes_no_trained_model(corpus, folder, tmp_path, monkeypatch, capsys):
     out, rate = tmp_path / "out", learning_rate
 
@@ -175,6 +176,7 @@ def contents(folder: Path) -> dict[str, bytes] | None:
     return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else None
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_folder_of_the_trained_model_as_it_was(corpus, folder, tmp_path, monkeypatch, capsys):
     """No file above 200 B is written, so no configuration; above 20 kB, so no weights; or no tokenizer."""
     new, earlier = tmp_path / "out", tmp_path / "earlier"

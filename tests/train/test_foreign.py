@@ -300,6 +300,7 @@ def test_an_exported_model_generates_as_its_folder_says(vocabulary, tmp_path, of
     assert {name: getattr(found, name) for name in own} == own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "said"), [("gpt2", "embd_pdrop 0.1, resid_pdrop 0.2"), ("llama", None)], ids=["gpt2", "llama"]
 )

@@ -225,6 +225,7 @@ def test_a_nan_on_one_rank_is_in_the_norm_of_all(worlds, kind: float):
     assert not any(map(math.isfinite, worlds(2).run(norm_with_nan, kind)))
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_null_in_the_records(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     sink = JsonLines(path, [{"step": 0, "loss": math.nan}])

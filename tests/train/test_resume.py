@@ -219,6 +219,7 @@ def test_sigterm_saves_and_the_run_goes_on_later(book, tmp_path, monkeypatch, ca
     assert summary["steps"] == 6 and summary["loss_first"] == losses(folder)[0][1]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_right_after_a_checkpoint_says_why_it_ended(book, tmp_path, capsys):
     """It lost no step, but the reason is news to whoever resumes it."""
     assert cli.main(arguments(book, tmp_path)) == 0
@@ -421,6 +422,7 @@ def test_a_run_whose_configuration_was_cut_goes_on_with_that_of_its_checkpoint(b
     assert config.read_text() == before
 
 
+@pytest.mark.slow
 def test_two_runs_on_one_folder_are_refused(book, tmp_path, capsys):
     with launch.sole_writer(tmp_path / "main"):
         assert cli.main(arguments(book, tmp_path)) == launch.WRONG_USAGE
@@ -438,6 +440,7 @@ def test_a_run_folder_that_cannot_be_made_is_told_in_one_line(tmp_path):
         pytest.fail("it was made")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["continue", "stop"])
 def test_a_full_disk_ends_the_run_or_not_as_asked(book, tmp_path, monkeypatch, capsys, choice):
     """A file size limit of 20 kB applies while step 2 is saved; the next save has room again."""

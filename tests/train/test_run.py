@@ -162,6 +162,7 @@ def test_a_batch_larger_than_the_text_is_told_once(tmp_path, capsys, batch: int,
     assert (said.out + said.err).count("more than once") == told
 
 
+@pytest.mark.slow
 def test_a_run_repeats_itself_and_replaces_its_outputs(corpus, tmp_path):
     arguments = [
         "train",
@@ -228,6 +229,7 @@ def test_token_ids_without_a_tokenizer_are_trained_on_and_gone_on_with(tmp_path,
     assert "'ten' is not a token id from 0 to 499" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_with_more_ids_than_bytes_writes_a_sample(corpus, tmp_path, capsys):
     shape = {"vocab_size": 5000, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     path = tmp_path / "config.json"
@@ -328,6 +330,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_a_rank_that_dies_is_named_with_its_exit_and_its_last_lines(corpus, tmp_path, end):
     """Rank 1 ends at its start, without an exception to report."""

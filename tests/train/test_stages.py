@@ -383,6 +383,7 @@ def test_two_passes_before_torch_can_make_them_are_refused(schedule: str, monkey
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", TWO_PASSES)
 def test_zero_bubble_with_torch_compile_is_refused_by_name(schedule: str):
     options = f"--pp 2 --layers 4 --accumulate 4 --batch 8 --schedule {schedule} --recompute full"
@@ -391,6 +392,7 @@ def test_zero_bubble_with_torch_compile_is_refused_by_name(schedule: str):
     assert found.startswith(f"--schedule {schedule} with --compile") and "161904" in found
 
 
+@pytest.mark.slow
 def test_what_a_pipeline_cannot_do_is_said_together():
     options = "--pp 4 --layers 3 --accumulate 2 --batch 4 --experts 4 --schedule dualpipev"
     assert [fault.split(":")[0] for fault in faults(parse(options.split()), 2, 1)] == [

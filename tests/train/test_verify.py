@@ -125,6 +125,7 @@ def test_a_difference_of_losses_is_per_byte_only_if_tokens_are_bytes(options, un
     assert said.startswith(f"NOT EQUAL: loss differs by at most 4.0e-02 {unit}, gradient norm by 0.0e+00 (relative), ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 1, 2])
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 @pytest.mark.parametrize("sign", [1, -1])
@@ -185,6 +186,7 @@ def test_where_rounding_may_cause_anything_nothing_is_compared():
     assert nothing.steps == 0 and not nothing.passed and "NOT COMPARED" in nothing.in_words()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_shaking_moves_every_parameter_by_what_a_rounding_may_change(name, dtype):
     """By at least u, up to the fp32 rounding of the product, and by at most two fp32 units if one is 2 u."""

@@ -79,6 +79,7 @@ def test_it_leaves_tokens_and_no_run(book, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [".tokens"]
 
 
+@pytest.mark.slow
 def test_a_wrong_configuration_is_refused_as_train_does(book, tmp_path, capsys):
     wrong = ["--heads", "3", "--dp", "3", "--data", str(book), "--runs", str(tmp_path)]
     assert cli.main(["warmup", *wrong]) == launch.WRONG_USAGE

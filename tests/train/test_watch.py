@@ -589,6 +589,7 @@ def test_a_connection_closed_by_one_that_timed_out_is_a_timeout_too(worlds, toke
     assert [kind for kind, _ in found] == ["RankHung", "RankHung"], found
 
 
+@pytest.mark.slow
 def test_a_connection_closed_by_one_that_died_is_no_timeout(worlds, tokens):
     found = worlds(2).run(leaving, "dp", tokens, "it broke", CLOSED[0])
     assert found == [("ValueError", "of the pipeline")] * 2

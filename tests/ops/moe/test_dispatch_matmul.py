@@ -75,6 +75,7 @@ def test_integers_give_the_formula_of_the_tokens(law):
     world(len(law.case.sizes)).run(laws.equals_dense, law)
 
 
+@pytest.mark.slow
 @needs_triton
 @settings(max_examples=1)
 @given(matmuls(gated=True))

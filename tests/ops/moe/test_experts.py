@@ -122,6 +122,7 @@ def test_experts_equal_the_dense_formula(drawn):
     world(len(drawn[0].case.sizes)).run(equals_dense, *drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ["", "silu"])
 def test_rounds_of_kernels_equal_the_dense_formula(act):
     """Two rounds with the fused kernels."""
@@ -228,6 +229,7 @@ def test_a_split_backward_of_rounds_has_the_gradients_of_a_whole_one():
     world(3).run(split)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["chunked", "collective"])
 def test_a_layer_in_rounds_equals_the_dense_formula(engine):
     layer = Layer((6, 0, 5), **SMALL, engine=engine, recv_capacity=0.6)

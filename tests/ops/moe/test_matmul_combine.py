@@ -80,6 +80,7 @@ ENGINES = [pytest.param("triton", marks=needs_triton), "chunked"]
 WIDE = (*DTYPES, torch.float64)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(cases("chunked", WIDE), widths)
 def test_cpu_ranks_multiply_into_their_peers_memory(case, width):
@@ -191,6 +192,7 @@ def split(group, engine: str) -> None:
     assert seen[1:] == [{"moe_dispatch_matmul": 1, "moe_matmul_combine": 1}, {}], "the weight pass is local"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_split_backward_communicates_in_its_first_pass_alone(engine):
     world(3).run(split, engine)

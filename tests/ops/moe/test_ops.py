@@ -74,5 +74,6 @@ def compiled(group) -> None:
         assert torch.equal(eager, graph)
 
 
+@pytest.mark.slow
 def test_a_compiled_exchange_equals_an_eager_one():
     world(3).run(compiled)

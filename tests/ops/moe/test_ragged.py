@@ -65,6 +65,7 @@ def test_rounding_does_not_show(dtype, counts, past, seed):
         assert e == ill or not dx_gated[begin:end].isnan().any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @given(st.integers(0, 9), st.integers(1, 8), st.integers(0, 70), st.booleans(), st.integers(0, 2**31))
 def test_choices_are_summed_in_their_order(dtype, tokens, k, width, weighed, seed):

@@ -147,6 +147,7 @@ def test_rounds_equal_no_bound(room):
     world(len(room.case.sizes)).run(equals_the_unbounded, room)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(rooms())
 def test_rounds_equal_no_bound_between_threads(room):
@@ -171,6 +172,7 @@ def refused(group, max_rows: int) -> None:
         assert torch.equal(y, torch.full((2, 3), 2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [0, -1])
 def test_no_room_is_refused(rows):
     with pytest.raises(WorldError, match=rf"rank \d: max_rows is {rows}; a round moves at least 1 row") as raised:

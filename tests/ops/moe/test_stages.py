@@ -78,6 +78,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.sampled_from([2, 3]).flatmap(cases), st.booleans(), st.sampled_from(["", "fp8"]))
 @example(Case("auto", (5, 3), 24, 3, 2, torch.float32, "uniform", 0.0, 0), True, "fp8")  # ids that fp8 cannot represent
@@ -104,6 +105,7 @@ def two_by_two(rank: int, cases: list[Case]) -> list[int]:
     return sent
 
 
+@pytest.mark.slow
 def test_two_nodes_of_two_ranks_equal_the_loop_and_send_a_token_once():
     plain = [
         Case("auto", sizes, 8, 4, 3, dtype, skew, dropped, seed)

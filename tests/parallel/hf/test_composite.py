@@ -68,6 +68,7 @@ def test_features_of_images_without_a_forward():
     world(2).run(features_alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", composite.CASES if ALL else ["mllama", "qwen2_audio"])
 def test_the_full_size_has_a_small_copy(name: str):
     """The full-size model has the default configuration. Otherwise its plan would not be proved."""

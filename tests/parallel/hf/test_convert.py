@@ -206,6 +206,7 @@ OWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OWN)
 def test_a_model_made_here_goes_there_and_comes_back(name: str, tmp_path: Path) -> None:
     """The simplest family that computes it is chosen; parameters come back bit for bit, in bf16 too."""
@@ -595,6 +596,7 @@ def fail_together(group: Any, folder: str) -> None:
         fusedtp.from_transformers(split)
 
 
+@pytest.mark.slow
 def test_a_fault_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     model_of("llama").save_pretrained(tmp_path)
     (tmp_path / "empty").mkdir()

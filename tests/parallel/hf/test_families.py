@@ -176,6 +176,7 @@ def products_are_kept() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_with_selective_checkpointing(name: str):
     options = {"use_reentrant": False, "context_fn": products_are_kept}
@@ -222,6 +223,7 @@ def test_any_batch(name: str, world_size: int, tokens: tuple[int, int], **option
     check(name, world_size, tokens=tokens, generate=False, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_implementations(attention: str):
     check("llama", 2, attention=attention)

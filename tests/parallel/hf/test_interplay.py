@@ -184,6 +184,7 @@ def low_precision(group: Any, autocast: bool) -> None:
         assert error <= 3 * max(theirs[name], 2**-8), (name, error, theirs[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [True, False])
 def test_bf16(autocast: bool):
     world(2).run(low_precision, autocast)
@@ -231,6 +232,7 @@ def with_parameters_that_no_plan_names(group: Any) -> None:
             assert_alike(model, plain)
 
 
+@pytest.mark.slow
 def test_parameters_that_meet_parts_of_heads_though_no_plan_names_them():
     world(2).run(with_parameters_that_no_plan_names)
 
@@ -387,6 +389,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", CHANGES)
 def test_a_model_that_was_changed_is_not_proved_by_a_copy_of_its_class(why: str):
     model = model_of("llama")
@@ -508,6 +511,7 @@ def sharded(group: Any) -> None:
         assert error <= max(LEAST, MARGIN * explained[name]), f"{name} is off by {error:.1e}"
 
 
+@pytest.mark.slow
 def test_fsdp2_on_top():
     world(4).run(sharded, timeout=120)
 
@@ -531,6 +535,7 @@ def trained(group: Any) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_five_steps_with_clipping():
     world(2).run(trained)
 
@@ -675,6 +680,7 @@ def around(group: Any) -> None:
         fusedtp.parallelize(parallel, tp_mesh(group))
 
 
+@pytest.mark.slow
 def test_hooks_copies_and_inference():
     world(2).run(around)
 
@@ -708,6 +714,7 @@ def with_a_penalty(group: Any) -> None:
             torch.testing.assert_close(full(parameter.grad), wanted[name].grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_a_penalty_on_parameters_and_a_copy_after_the_backward():
     world(2).run(with_a_penalty)
 
@@ -741,5 +748,6 @@ def with_narrow_experts(group: Any) -> None:
         model(input_ids=torch.arange(8)[None])
 
 
+@pytest.mark.slow
 def test_experts_too_narrow_for_grouped_products_are_refused():
     world(4).run(with_narrow_experts)

@@ -115,6 +115,7 @@ def saved_and_pushed(group: Any, folder: str) -> None:
     assert_first_uploads(group, hub, dict(plain.named_parameters()), "create_commit", "model.safetensors")
 
 
+@pytest.mark.slow
 def test_save_pretrained_that_pushes(tmp_path: Path):
     world(2).run(saved_and_pushed, str(tmp_path), timeout=60)
 

@@ -49,6 +49,7 @@ def test_styles_in_a_tp_plan(tmp_path: Path):
     world(2).run(loaded, "llama", str(tmp_path), options, "matmul_all_reduce", timeout=120)
 
 
+@pytest.mark.slow
 def test_the_exchange_as_an_expert_implementation(tmp_path: Path):
     model_of("qwen3_moe").save_pretrained(tmp_path)  # type: ignore[operator]
     options = {"tp_size": 2, "ep_size": 2, "ep_implementation": "fusedtp"}

@@ -368,6 +368,7 @@ def bytes_read(group, folder: str) -> tuple[int, int]:
     return read, sum(p.to_local().nbytes for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 def test_a_rank_reads_its_part_of_the_files_and_no_more(name: str, tmp_path):
     model_of(name, **FAMILIES[name]).save_pretrained(tmp_path)
@@ -403,6 +404,7 @@ def fused_checkpoint(group, folder: str) -> None:
     register_checkpoint_conversion_mapping("llama", [], overwrite=True)
 
 
+@pytest.mark.slow
 def test_fused_matrices_are_taken_apart_before_ranks_take_their_parts(tmp_path):
     world(2).run(fused_checkpoint, str(tmp_path))
 
@@ -418,6 +420,7 @@ def differently_tied(group, folder: str) -> None:
     assert_same_model(got, want)
 
 
+@pytest.mark.slow
 def test_parameters_are_not_tied_that_differ_in_the_files(tmp_path):
     model = model_of("qwen3", tie_word_embeddings=False)
     with torch.no_grad():  # equal but for the last row, which only one rank holds
@@ -473,6 +476,7 @@ def load_badly(group, folder: str, only_last: bool, message: str) -> None:
         fusedtp.from_pretrained(folder, tp_mesh(group))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     ["missing file", "corrupt file", "corrupt index", "no files", "quantized", "names", "shape"],
@@ -527,5 +531,6 @@ def from_meta(group) -> None:
     assert full(model.model.embed_tokens.weight).std() > 0
 
 
+@pytest.mark.slow
 def test_a_model_on_meta_is_filled_from_a_state_dict():
     world(2).run(from_meta)

@@ -235,5 +235,6 @@ def refused_by_accelerate(group: Any) -> None:
                 made.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
 
 
+@pytest.mark.slow
 def test_accelerate_refuses_what_would_be_wrong():
     world(4).run(refused_by_accelerate, timeout=120)

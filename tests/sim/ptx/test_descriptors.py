@@ -72,6 +72,7 @@ def copied_in(start: list[int], nbytes: int) -> str:
         ld.shared.u8 %rs1, [%r7]; st.global.u8 [%rd6], %rs1; add.s32 %r0, %r0, 32; bra $l; $e:"""
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_a_copy_goes_by_the_fields_that_the_kernel_has_set(data: st.DataObject) -> None:
     """Of a strided tensor of 1 to 3 dimensions; elements outside of it are 0."""

@@ -203,6 +203,7 @@ def test_store_buffering(apart: str, scope: str) -> None:
     assert not buffered(f"membar.{dict(cta='cta', gpu='gl', sys='sys')[scope]};", apart, scope)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart, scope", TOO_NEAR)
 def test_store_buffering_by_fences_that_do_not_reach(apart: str, scope: str) -> None:
     assert buffered(f"fence.sc.{scope};", apart)
@@ -232,6 +233,7 @@ def test_independent_reads_of_independent_writes() -> None:
     assert not independent("relaxed", "fence.sc.sys;")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart, scope", PLACES)
 def test_causality_is_transitive(apart: str, scope: str) -> None:
     """ISA2 and WRC: 8.9.5, base causality order."""

@@ -442,6 +442,7 @@ def test_slices_of_a_heap_that_overlap_are_refused() -> None:
     assert stored(heap[8:].data_ptr(), [*memory, Memory("again", (heap[8:16],))]) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loop",
     [
@@ -522,6 +523,7 @@ def test_a_program_sleeps_until_a_word_that_it_polls_changes(monkeypatch: pytest
     counting(waits, "st.global.release.gpu.b32 [%rd0], 1;", 6200, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 4, 12])
 def test_a_sleeper_wakes_when_a_part_of_what_it_polls_changes(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusedtp.sim.ptx.machine.RESTLESS", 1 << 30)

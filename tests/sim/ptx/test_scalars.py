@@ -380,6 +380,7 @@ FLOATS: list[tuple[str, Definition]] = [  # a, b, c: fp32 -> bits; NaN of any ki
 ]
 
 
+@pytest.mark.slow
 @every_lane_or_half
 @pytest.mark.parametrize(
     "text, definition", FLOATS, ids=[text.split(" ")[0] + f"-{n}" for n, (text, _) in enumerate(FLOATS)]

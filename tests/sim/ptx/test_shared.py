@@ -296,6 +296,7 @@ def test_two_tensor_stores_of_one_value_are_one(value: int, races: bool) -> None
 # -- proxy fences ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fence", ["", "fence.proxy.async.global;", "fence.proxy.alias;"])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_missing_fence_is_found(seed: int, fence: str) -> None:
@@ -335,6 +336,7 @@ MEETS = {
 FENCE = "fence.proxy.async.shared::cta;"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("access, copy", ACCESSES.values(), ids=ACCESSES)
 @pytest.mark.parametrize("meet", MEETS.values(), ids=MEETS)
 @pytest.mark.parametrize(
