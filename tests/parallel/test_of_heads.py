@@ -14,12 +14,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config
 
 import fusedtp
 from fusedtp.comm import VirtualWorld
 from fusedtp.parallel.local_view import view_of
+from tests.harness import world
 from tests.sampling import examples
 
 OFF = 1e-12
@@ -148,6 +151,27 @@ def test_equals_one_device(
         return {name: error for name, error in off.items() if not error <= OFF}
 
     assert VirtualWorld(size).run(of_rank) == [{}] * size
+
+
+def sharded_too(group: Any, few: int) -> dict[str, float]:
+    """Errors of gradients with FSDP2 over two pairs of ranks, each of which sees other samples."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, samples = made(4, few, 4, True, False), normal(4, 3, HIDDEN).chunk(2)
+    first, second = (results(copy.deepcopy(model), x, False) for x in samples)
+    parallel = split(mesh["tp"], model, plan_of(4, few, False), True)
+    for each in (parallel.attn, parallel):
+        fully_shard(each, mesh=mesh["dp"])
+    found = results(parallel, samples[mesh.get_local_rank("dp")], False)
+    names = [f"gradient of {name}" for name, _ in model.named_parameters()]
+    want = {name: (first[name] + second[name]) / 2 for name in names}
+    off = {name: float((found[name] - x).abs().max() / x.abs().max().clamp(min=1.0)) for name, x in want.items()}
+    return {name: error for name, error in off.items() if not error <= OFF}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("few", [1, 2])
+def test_with_parameters_sharded_over_other_ranks(few: int) -> None:
+    assert world(4).run(sharded_too, few) == [{}] * 4
 
 
 @pytest.mark.parametrize(
