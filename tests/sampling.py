@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from tests.faults.table import areas, load
 
 SAMPLED = os.environ.get("HYPOTHESIS_PROFILE") == "ci"
-PARTS = 20
+PARTS = 25
 
 
 class Item(Protocol):

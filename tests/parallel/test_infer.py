@@ -372,13 +372,21 @@ def test_linears_that_do_more_are_named():
 
 @pytest.mark.slow
 def test_linears_with_a_forward_of_their_own_that_computes_the_same_are_split():
-    """Falcon adds the bias in a second step. Its MLP and its attention, which cannot be split, share their input."""
+    """Falcon adds the bias in a second step."""
     plan, whole = infer(model_of("falcon"), 2)
+    assert not whole
     assert plan["transformer.h.*.mlp.dense_h_to_4h"] == "colwise"
     assert plan["transformer.h.*.mlp.dense_4h_to_h"] == "rowwise"
-    assert {name for name in whole if "attention" in name} == {
-        "transformer.h.*.self_attention.query_key_value",
-        "transformer.h.*.self_attention.dense",
+    assert plan["transformer.h.*.self_attention.query_key_value"] == "colwise_of_heads(4, 1, 1)"
+
+
+@pytest.mark.slow
+def test_an_mlp_is_split_beside_an_attention_that_shares_its_input_and_cannot_be():
+    plan, whole = infer(model_of("codegen"), 2)
+    assert plan["transformer.h.*.mlp.fc_in"] == "colwise" and plan["transformer.h.*.mlp.fc_out"] == "rowwise"
+    assert {name for name in whole if "attn" in name} == {
+        "transformer.h.*.attn.qkv_proj",
+        "transformer.h.*.attn.out_proj",
     }
 
 
