@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 import fusedtp
 from tests.harness import world
 from tests.parallel.support import tp_mesh
-from tests.sampling import examples
 
 from .families import model_of
 
@@ -62,7 +61,7 @@ def test_every_cache_and_choice(name: str):
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(8, 4))
+@settings(max_examples=8)
 @given(
     name=st.sampled_from(["llama", "gemma3_text", "qwen3_moe"]),
     world_size=st.sampled_from([2, 4]),
