@@ -193,7 +193,8 @@ SECTIONS = [
 LIBRARIES = Section(
     "# Models of other libraries",
     "Small models with random weights, split by a plan that `fusedtp.parallelize` infers from an example of their\n"
-    "inputs, beside the same model on one device; *logits* are their outputs.",
+    "inputs, beside the same model on one device; *logits* are their outputs. A projection that\n"
+    "packs queries with fewer keys (litgpt: Llama) is held whole, and each rank computes its heads of it.",
     "--libraries",
     ("torch", "torchvision", "timm", "open_clip_torch", "openai-whisper", "x-transformers", "vit-pytorch", "litgpt"),
     list(libraries.CASES),
