@@ -306,8 +306,8 @@ def view_faults(module: Any, values: Mapping[str, int]) -> list[str]:
         return []
     config = module.config
     kind = type(config)
-    late = [name for each in kind.__mro__ for name, x in vars(each).items() if isinstance(x, cached_property)]
-    if late := [name for name in late if name not in vars(config)]:
+    cached = [name for each in kind.__mro__ for name, x in vars(each).items() if isinstance(x, cached_property)]
+    if late := [name for name in cached if name not in vars(config)]:
         return [f"its config computes {late[0]} when it is first read, perhaps from the local values; read it before"]
     try:
         view = view_of(config, counts)
