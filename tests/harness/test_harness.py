@@ -41,6 +41,10 @@ def environment(group) -> tuple[int, str]:
     return torch.get_num_threads(), os.environ["TRITON_INTERPRET"]
 
 
+def drawn(group, numbers: int) -> list[float]:
+    return torch.rand(numbers).tolist()
+
+
 def group_name(group) -> str:
     return group.group_name
 
@@ -80,6 +84,14 @@ def test_dead_and_hanging_workers_are_replaced_and_gone():
         assert own.run(total, 1, 0) == [(0, 2.0), (1, 2.0)]
         pids = own.pids
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_ranks_draw_the_same_whatever_they_drew_before():
+    """A test whose model is random would pass or fail by what ran before it."""
+    small = world(2)
+    small.run(drawn, PerRank([1, 2]))
+    first, second = small.run(drawn, 1)
+    assert first == second and small.run(drawn, 1) == [first] * 2
 
 
 @pytest.mark.slow
