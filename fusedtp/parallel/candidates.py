@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from .local_view import (
     CONFIG,
+    COUNTS_HEADS,
+    GROUP,
     INPUT,
     features_of,
     is_conv1d,
@@ -40,9 +42,6 @@ from .observe import join
 from .plan import parent_of
 from .trial import Inputs
 
-COUNTS_HEADS = re.compile(r"(?!.*(dim|size|width|group)).*head.*|(config\.)?(n|num)_query_groups")
-GROUP = re.compile(r"_groups?$")
-NUMBERS = re.compile(f"{COUNTS_HEADS.pattern}|.*{GROUP.pattern}")
 CUTS = 4  # ways to cut arguments of a module that are tried, beside none
 # Attributes that may equal a width by chance but count something else.
 NO_WIDTH = re.compile(r"block|pos|seq|len|context|window|max|vocab|bucket|layer|rank")
@@ -278,7 +277,10 @@ def read_of_config(kind: Any) -> tuple[str, ...]:
     """What the forward of a class reads of its config that may count heads, or groups of queries with one key each."""
     try:
         source = inspect.getsource(kind.forward)
-    except (OSError, TypeError, AttributeError):
+        own = next(iter(inspect.signature(kind.forward).parameters))
+    except (OSError, TypeError, AttributeError, ValueError, StopIteration):
         return ()
-    names = dict.fromkeys(re.findall(r"\bself\.config\.(\w+)", source))
+    config = rf"{own}\.config"
+    called = [config, *re.findall(rf"\b(\w+) *= *{config}\b(?!\.)", source)]  # as in: c = self.config
+    names = dict.fromkeys(re.findall(rf"(?<![\w.])(?:{'|'.join(called)})\.(\w+)", source))
     return tuple(name for name in names if COUNTS_HEADS.fullmatch(CONFIG + name))

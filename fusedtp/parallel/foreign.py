@@ -219,9 +219,8 @@ class Own:
         if self.partial or seen.inputs.differ or (name in seen.gradients and seen.gradients[name].differ):
             return read(parameter, self.members)
         own = local(parameter)
-        whole = is_replicated(parameter)
-        asked = self.splits and self.world_size > 1 and self._unanswered(name) and whole
-        asked |= seen.asking and (whole or not isinstance(parameter, DTensor))
+        whole = is_replicated(parameter) or not isinstance(parameter, DTensor)  # virtual ranks have plain ones
+        asked = whole and (seen.asking or (self.splits and self.world_size > 1 and self._unanswered(name)))
         if asked and own.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             own = own.view_as(own) if own is parameter else own  # other modules may read the same parameter
             own.register_hook(partial(self.look_at_gradient, name, precision(own)))

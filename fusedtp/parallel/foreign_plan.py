@@ -40,7 +40,7 @@ from .foreign_styles import (
     Summed,
 )
 from .local_view import WORDS as OF_LOCAL_VIEW
-from .local_view import Words, features_of, heads_faults
+from .local_view import OfHeads, Words, features_of, heads_faults
 from .placement import Mesh, Way
 from .plan import Step, apply_steps, generic, has_more_dimensions, matches, parent_of, refuse, sharing_faults
 from .saving import prepare
@@ -376,7 +376,7 @@ def _tie(named: Mapping[str, Any], styles: dict[str, Foreign], style_of: Callabl
             owners.setdefault(id(weight), []).append(name)
     for names in owners.values():
         kinds = {type(styles[name]) for name in names}
-        if len(names) == 1 or len(kinds) == 1 or Foreign not in kinds:
+        if len(names) == 1 or len(kinds) == 1 or Foreign not in kinds or OfHeads in kinds:  # that one is replicated
             continue
         split = {
             name: style_of("embedding_rowwise" if isinstance(named[name], nn.Embedding) else "colwise_gather_output")

@@ -21,16 +21,18 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache, partial
 from types import CodeType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from .candidates import NUMBERS, candidates, concatenated, grouped, read_of_config, widths_between
+from .candidates import candidates, concatenated, grouped, widths_between
 from .local_view import (
     ARGUMENT,
-    CONFIG,
+    NUMBERS,
     features_of,
     heads_in,
     is_linear,
@@ -156,10 +158,27 @@ class Search:
         self.why: dict[str, str] = {}  # linear layer -> why it is not split
         self.known: dict[Any, Verdict] = {}
         self.concluded = False
+        self.parts = True  # units may return parts, since a trial of the whole model shows what becomes of these
         self.trials: dict[Any, Trial | str] = {}
 
     def run(self) -> None:
         """Fill `words` and `why`."""
+        whole = self._search()
+        if whole is not None:
+            self._conclude(whole)
+            if (
+                not self.concluded
+            ):  # nothing has shown what the model does with what a unit returns of this rank's heads
+                self.parts = False
+                self.units, self.words, self.why, self.known = [], {}, {}, {}
+                self.trials.clear()
+                self._search()
+        if not self.concluded:
+            self._drop_shared()
+            self._drop_uneven()
+
+    def _search(self) -> Seen | None:
+        """Find units; the record of the whole model, if it runs."""
         whole = None
         for seen, copied in self._observed("", self.model):
             whole = seen if seen.root == "" else whole
@@ -170,12 +189,7 @@ class Search:
                     self._as_rows(seen, copied, name, x)
         self._join_views()
         self._drop_uneven()
-        if whole is not None:
-            self._conclude(whole)
-        if not self.concluded:
-            self._drop_handed_on()
-            self._drop_shared()
-            self._drop_uneven()
+        return whole
 
     # --- observe ---------------------------------------------------------------------------------------------
 
@@ -383,7 +397,7 @@ class Search:
             try:
                 self.trials[key] = Trial(
                     inside, seen.inputs[unit], self.world_size, sequence_parallel=self.sequence_parallel,
-                    parts=seen.root == "",
+                    parts=self.parts and seen.root == "",
                 )  # fmt: skip
             except Exception as error:
                 self.trials[key] = f"{type(error).__name__}: {error}"
@@ -463,8 +477,8 @@ class Search:
         """
         try:
             trial = Trial(
-                random_copy(self.model), seen.inputs[""], self.world_size, parts=False,
-                sequence_parallel=self.sequence_parallel,
+                random_copy(self.model), seen.inputs[""], self.world_size,
+                sequence_parallel=self.sequence_parallel, inside=False,
             )  # fmt: skip
         except Exception:  # its units ran, but the model has no output to compare
             return
@@ -484,23 +498,6 @@ class Search:
             if self.words.keys().isdisjoint(tried) and not trial.verdict({**self.words, **tried}):
                 self.words.update(tried)
                 break
-
-    def _drop_handed_on(self) -> None:
-        """Without a trial of the whole model, leave units whole that may hand heads on to others.
-
-        They get an argument cut, and return something else with a dimension of all heads, [..., heads, queries, keys].
-        In the model that has only this rank's, and no trial has seen what others do with it.
-        """
-        for unit in list(self.units):
-            views = {name: names_in(word) for name, word in unit.words.items() if ARGUMENT.search(word)}
-            counts = {value_of(self.named[name], names[0]) for name, names in views.items()}
-            trial = self._trial(unit.seen, unit.copied, unit.name) if counts else ""
-            returned = trial.runs[0].want[1:] if isinstance(trial, Trial) else []
-            if any(x.dim() > 2 and x.shape[-3] in counts for x in returned):
-                why = "without a trial of the whole model it is not known what becomes of the heads that it returns"
-                self.why.update(dict.fromkeys(unit.words, why))
-                self.units.remove(unit)
-        self.words = {name: word for each in self.units for name, word in each.words.items()}
 
     def _drop_shared(self) -> None:
         """Leave a unit whole if some of its parameters are also used outside of all units."""
@@ -608,8 +605,10 @@ def _ends(model: Any, named: dict[str, Any], seen: Seen) -> dict[str, str]:
     return found
 
 
-SIMPLE = (int, float, str, bool, type(None))
+SIMPLE = (int, float, str, bool, type(None), torch.dtype, torch.device)
 INDEX = re.compile(r".*(idx|index|layer_(id|number)).*")
+OF_TORCH = {"_parameters", "_buffers", "_modules"}
+MANY, DEEP = 1000, 4  # elements of a container, and objects inside objects, that are looked at
 
 
 def _kind(name: str, module: nn.Module) -> tuple[Any, ...]:
@@ -621,28 +620,51 @@ def _fingerprint(module: nn.Module) -> tuple[Any, ...]:
     """Equal for two modules of one kind: classes, shapes, settings, functions. Their index in a stack is included only
     if code of the class other than __init__ reads it; transformers code is skipped: it reads it to find a cache."""
     found: list[Any] = []
+    known: dict[int, Any] = {}
     for name, each in module.named_modules():
-        kind: Any = type(each)
-        reads = _reads(kind)
-        own = [(key, _setting(x)) for key, x in vars(each).items() if not INDEX.fullmatch(key) or key in reads]
-        own += [(key, value_of(each, CONFIG + key)) for key in read_of_config(kind)]
         shapes = [(key, tuple(p.shape)) for key, p in each.named_parameters(recurse=False)]
-        found.append((name, type(each), tuple(shapes), tuple(own)))
+        buffers = [(key, _setting(x, known)) for key, x in each.named_buffers(recurse=False)]
+        found.append((name, type(each), tuple(shapes), tuple(buffers), _attributes(each, known)))
     return tuple(found)
 
 
-def _setting(value: Any) -> Any:
-    """Equal if the attributes of two modules are equal; a function with a closure is only equal to itself."""
-    if type(value) in SIMPLE:
+def _attributes(each: Any, known: dict[int, Any], depth: int = 0) -> tuple[Any, ...]:
+    """The settings in the attributes of an object."""
+    kind: Any = type(each)
+    reads = _reads(kind)
+    own = [(key, x) for key, x in vars(each).items() if key not in OF_TORCH]
+    return tuple((key, _setting(x, known, depth)) for key, x in own if not INDEX.fullmatch(key) or key in reads)
+
+
+def _setting(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
+    """Equal if the attributes of two modules are equal. Of objects such as a config the attributes count, of tensors
+    the shape and, if they are integers, such as a mask or indices, the values. A function with a closure is only equal
+    to itself.
+
+    known   id of an object -> its setting
+    """
+    if type(value) in SIMPLE or isinstance(value, Enum):
         return value
+    if isinstance(value, Tensor):
+        exact = not value.is_floating_point() and value.numel() <= MANY and not value.is_meta
+        return tuple(value.shape), value.dtype, tuple(value.flatten().tolist()) if exact else ()
+    if isinstance(value, (tuple, list, dict)) and len(value) > MANY:
+        return type(value), len(value)
     if isinstance(value, (tuple, list)):
-        return tuple(map(_setting, value))
+        return tuple(_setting(x, known, depth) for x in value)
     if isinstance(value, dict):
-        return tuple((key if isinstance(key, str) else "", _setting(x)) for key, x in value.items())
+        pairs = value.items()
+        return tuple((key if isinstance(key, str) else "", _setting(x, known, depth)) for key, x in pairs)
     if isinstance(value, partial):
-        return _setting(value.func), _setting(value.args), _setting(value.keywords)
-    if not callable(value) or isinstance(value, nn.Module):
+        return tuple(_setting(x, known, depth) for x in (value.func, value.args, value.keywords))
+    if isinstance(value, nn.Module):
         return type(value)
+    if not callable(value):
+        if id(value) not in known:
+            known[id(value)] = type(value)  # where it leads back to itself
+            if hasattr(value, "__dict__") and depth < DEEP:
+                known[id(value)] = type(value), _attributes(value, known, depth + 1)
+        return known[id(value)]
     value = getattr(value, "__func__", value)
     closed = getattr(value, "__closure__", None) or getattr(value, "__defaults__", None)
     return id(value) if closed else getattr(value, "__code__", id(value))

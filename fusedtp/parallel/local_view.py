@@ -57,6 +57,10 @@ VIEW = re.compile(r"local_view\((.+)\)")
 ARGUMENT = re.compile(r"(\w+)\[(\d+) of (\d+)( per sample)?\]")
 PACKED = re.compile(r"packed_(colwise|rowwise)_([1-9]\d*)")
 OF_HEADS = re.compile(r"colwise_of_heads\((\d+(?:, *\d+)+)\)")
+# Names of attributes with a number of heads; of heads, or of queries for each key.
+COUNTS_HEADS = re.compile(r"(?!.*(dim|size|width|group)).*head.*|(config\.)?(n|num)_query_groups")
+GROUP = re.compile(r"_groups?$")
+NUMBERS = re.compile(f"{COUNTS_HEADS.pattern}|.*{GROUP.pattern}")
 
 
 class Words(dict[str, Callable[..., Foreign]]):
@@ -284,11 +288,18 @@ def of_config(values: Mapping[str, int]) -> dict[str, int]:
 def view_of(config: Any, values: Mapping[str, int]) -> Any:
     """The same config, but for these attributes: all others are read from it and written to it, now and later.
 
-    Raises TypeError if its class cannot have such a view.
+    Its properties are computed from its own values, such as a width from all heads. Raises TypeError if its class
+    cannot have such a view.
     """
     kind = type(config)
+    members = {name: x for each in reversed(kind.__mro__) for name, x in vars(each).items()}
+    own: dict[str, Any] = {
+        name: property(partial(_read, config, name), partial(_write, config, name))
+        for name, x in members.items()
+        if isinstance(x, property | cached_property)
+    }
     renamed = getattr(config, "attribute_map", {})  # of transformers: the name in the code -> the one that is stored
-    own: dict[str, Any] = {renamed.get(name, name): property(partial(_constant, n)) for name, n in values.items()}
+    own |= {renamed.get(name, name): property(partial(_constant, n)) for name, n in values.items()}
     own["__deepcopy__"] = lambda self, memo: view_of(deepcopy(config, memo), values)
     view: Any = object.__new__(type(f"Local{kind.__name__}", (kind,), own))
     object.__setattr__(view, "__dict__", config.__dict__)
@@ -299,20 +310,24 @@ def _constant(value: int, view: Any) -> int:
     return value
 
 
+def _read(config: Any, name: str, view: Any) -> Any:
+    return getattr(config, name)
+
+
+def _write(config: Any, name: str, view: Any, value: Any) -> None:
+    setattr(config, name, value)
+
+
 def view_faults(module: Any, values: Mapping[str, int]) -> list[str]:
     """Why the module's config cannot have a view with these values."""
     counts = of_config(values)
     if not counts:
         return []
     config = module.config
-    kind = type(config)
-    cached = [name for each in kind.__mro__ for name, x in vars(each).items() if isinstance(x, cached_property)]
-    if late := [name for name in cached if name not in vars(config)]:
-        return [f"its config computes {late[0]} when it is first read, perhaps from the local values; read it before"]
     try:
         view = view_of(config, counts)
     except TypeError as error:
-        return [f"its config, a {kind.__name__}, cannot be shown with local values: {error}"]
+        return [f"its config, a {type(config).__name__}, cannot be shown with local values: {error}"]
     return [f"its config's {name} cannot be set" for name, value in counts.items() if getattr(view, name) != value]
 
 
@@ -427,10 +442,13 @@ def heads_faults(named: Mapping[str, Any], styles: Mapping[str, Foreign]) -> lis
         around = styles.get(parent_of(name))
         if isinstance(style, OfHeads) and isinstance(around, LocalView):
             module = named[parent_of(name)]
-            counts = {each: value_of(module, each) for each in around.attributes if "head" in each}
-            if counts and style.heads[0] not in counts.values():
+            counts = {each: value_of(module, each) for each in around.attributes if NUMBERS.fullmatch(each)}
+            several = len(set(counts.values())) > 1  # else keys may be counted by nothing
+            known = {*counts.values(), 1}
+            others = [count for count in style.heads[: None if several else 1] if count not in known]
+            if counts and others:
                 listed = ", ".join(f"{each} {count}" for each, count in counts.items())
-                faults.append(f"{generic(name)}: its plan says {style.heads[0]} heads, the module around it {listed}")
+                faults.append(f"{generic(name)}: its plan says {others[0]} heads, the module around it {listed}")
     return faults
 
 

@@ -10,8 +10,9 @@ part could take another branch. So the values behind its decisions are compared 
 Weights are random, since a model's own weights may hide a fault (a projection that is initialized to zero). All runs
 are in fp32 on the CPU. The first run is in evaluation mode. The second is in training mode without dropout, on inputs
 so large that clamps and clips are active. There a softmax saturates, and roundoff may change a small gradient a lot;
-how much is measured by moving the weights by one unit in the last place. Buffers are compared too. Arguments that the
-model does not pass are not tried.
+how much is measured by moving the weights by one unit in the last place. Buffers are compared too, and so are tensors
+that modules store as attributes while they run, such as an auxiliary loss. Arguments that the model does not pass are
+not tried.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ LOUD, MARGIN, MOVES = 30.0, 8.0, range(1, 4)
 # A weight with gradients smaller than this share of the largest has no effect but by roundoff.
 IDLE = 1e-5
 DROPOUTS = re.compile(r"p|.*drop.*")
+STORED = "the attribute "
 # Ranks that take different branches would wait for each other.
 TIMEOUT_S = 10.0
 
@@ -196,13 +198,16 @@ class Run:
     trains    in training mode, without dropout
     off       tolerance of the split one
     noise     name of a compared value -> how far roundoff alone may move it; measured only if something is off
-    weights   weight of each output in the sum that backward starts from
+    want      its outputs, and what modules store in attributes
+    names     of these
+    weights   weight of each of these in the sum that backward starts from
     """
 
     inputs: Inputs
     trains: bool
     off: float
     want: list[Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     input_gradients: list[Tensor] = field(default_factory=list)
@@ -228,16 +233,27 @@ class Trial:
     """Tries plans of one module over world_size ranks on the same inputs."""
 
     def __init__(
-        self, module: nn.Module, inputs: Inputs, world_size: int, *, sequence_parallel: bool, parts: bool
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        world_size: int,
+        *,
+        sequence_parallel: bool,
+        parts: bool = False,
+        inside: bool = True,
     ) -> None:
-        """parts: outputs besides the first may be only this rank's part (such as attention weights of its heads).
+        """Run the module whole.
 
-        Raises what the module raises, and ValueError if its output is not finite.
+        parts    outputs besides the first may be only this rank's part (such as attention weights of its heads)
+        inside   it is inside a model; a model gathers attention weights that it returns
+
+        What modules store may be this rank's part anyway. Raises what the module raises, and ValueError if its output
+        has no finite values, or some that are not numbers.
         """
         self.module, self.world_size = module, world_size
-        self.sequence_parallel, self.parts = sequence_parallel, parts
+        self.sequence_parallel, self.parts, self.inside = sequence_parallel, parts, inside
         self.runs = [self._whole(Run(inputs, False, OFF))]
-        if not all(bool(x.isfinite().all()) for x in self.runs[0].want[:1]):
+        if not all(map(_tells, self.runs[0].want[:1])):
             raise ValueError("its output is not finite when it runs alone with random weights")
         loud = Run(inputs.loud(), True, 10 * OFF)
         try:
@@ -245,7 +261,7 @@ class Trial:
         except Exception:  # it does not run alone in training mode
             return
         pairs = list(zip(found.want, again.want, strict=True))
-        if all(bool(a.isfinite().all()) and not _off("", a, b) for a, b in pairs):  # else it draws random numbers
+        if all(_tells(a) and not _off("", a, b) for a, b in pairs):  # else it draws random numbers
             self.runs.append(found)
 
     def _noise(self, run: Run) -> dict[str, float]:
@@ -253,7 +269,7 @@ class Trial:
         for seed in MOVES:
             moved = self._whole(replace(run, weights=[], decisions=Decisions()), seed)
             pairs: list[tuple[str, Tensor, Tensor, float]]
-            pairs = [(f"output {i}", *pair, 1e-9) for i, pair in enumerate(zip(moved.want, run.want, strict=True))]
+            pairs = [(*each, 1e-9) for each in zip(run.names, moved.want, run.want, strict=True)]
             inputs = zip(moved.input_gradients, run.input_gradients, strict=True)
             pairs += [(f"the gradient of input {i}", *pair, 1e-9) for i, pair in enumerate(inputs)]
             for name, gradient in run.gradients.items():
@@ -274,7 +290,7 @@ class Trial:
                     noise = torch.empty(parameter.shape).normal_(generator=generator)
                     parameter.data = parameter.data * (1 + torch.finfo(torch.float32).eps * noise)
         with run.decisions:
-            run.want, run.input_gradients = _run(whole, run.inputs, run.drawn)
+            run.names, run.want, run.input_gradients = _run(whole, run.inputs, run.drawn)
         run.gradients = {name: p.grad for name, p in whole.named_parameters()}
         run.buffers = dict(whole.named_buffers())
         return run
@@ -332,11 +348,13 @@ class Trial:
             for key, way in step.style.ways(step.module, self.world_size).items()
         }
         adopt(split, group, plan, complete=False, **options)
+        if self.inside:
+            split._fusedtp.maps = False
         if self.sequence_parallel:
             split.shares = (communicator(group).name, rank, self.world_size)
         with Decisions() as decisions:
-            got, input_gradients = _run(split, run.inputs, lambda i, x: self._weights(run, i, x, rank))
-        fault = self._outputs(run, got, rank) or self._gradients(run, split, ways, rank)
+            names, got, input_gradients = _run(split, run.inputs, lambda i, x: self._weights(run, i, x, rank))
+        fault = self._outputs(run, names, got, rank) or self._gradients(run, split, ways, rank)
         fault = fault or decisions.differ(run.decisions)
         for i, (a, b) in enumerate(zip(input_gradients, run.input_gradients, strict=True)):
             name = f"the gradient of input {i}"
@@ -349,28 +367,27 @@ class Trial:
         if run.trains:
             return fault
         with torch.no_grad():
-            fresh = run.inputs.fresh()
-            again = _floats(split(*fresh.args, **fresh.kwargs))
-        return fault or self._outputs(run, again, rank)
+            again = _results(split, run.inputs.fresh())
+        return fault or self._outputs(run, *again, rank)
 
-    def _outputs(self, run: Run, got: list[Tensor], rank: int) -> str:
-        if len(got) != len(run.want):
-            return f"it returns {len(got)} tensors instead of {len(run.want)}"
-        for i, (a, b) in enumerate(zip(got, run.want, strict=True)):
-            fault = _off(f"output {i}", a, b if i == 0 else self._part(a, b, rank), bound=run.bound(f"output {i}"))
+    def _outputs(self, run: Run, names: list[str], got: list[Tensor], rank: int) -> str:
+        if names != run.names:
+            return f"it returns and stores {len(names)} tensors instead of {len(run.names)}"
+        for i, (name, a, b) in enumerate(zip(names, got, run.want, strict=True)):
+            fault = _off(name, a, self._part(i, run, a, b, rank), bound=run.bound(name))
             if fault:
                 return fault
         return ""
 
     def _weights(self, run: Run, i: int, x: Tensor, rank: int) -> Tensor:
         """Weights of a rank's output in the loss; zeros if its shape is wrong."""
-        found = run.weights[i] if i < len(run.weights) else torch.zeros_like(x)
-        found = found if i == 0 else self._part(x, found, rank)
+        found = self._part(i, run, x, run.weights[i], rank) if i < len(run.weights) else torch.zeros_like(x)
         return found if found.shape == x.shape else torch.zeros_like(x)
 
-    def _part(self, got: Tensor, want: Tensor, rank: int) -> Tensor:
-        """The part of an output that a rank is allowed to return."""
-        if not self.parts or got.dim() != want.dim():
+    def _part(self, i: int, run: Run, got: Tensor, want: Tensor, rank: int) -> Tensor:
+        """The part that a rank is allowed to have of the output or attribute number i."""
+        stored = run.names[i].startswith(STORED)
+        if i == 0 or got.dim() != want.dim() or not (self.parts or stored):
             return want
         dims = [i for i, (a, b) in enumerate(zip(got.shape, want.shape, strict=True)) if a != b]
         if len(dims) != 1 or got.shape[dims[0]] * self.world_size != want.shape[dims[0]]:
@@ -394,25 +411,54 @@ class Trial:
         return ""
 
 
-def _run(module: Call, inputs: Inputs, weights: Callable[[int, Tensor], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Floating-point outputs and gradients of inputs, after a backward through all outputs."""
+def _run(
+    module: Call, inputs: Inputs, weights: Callable[[int, Tensor], Tensor]
+) -> tuple[list[str], list[Tensor], list[Tensor]]:
+    """As _results, and gradients of inputs, after a backward through all of these."""
     fresh = inputs.fresh()
     with torch.enable_grad():
-        found = _floats(module(*fresh.args, **fresh.kwargs))
+        names, found = _results(module, fresh)
         counted = [(x, weights(i, x)) for i, x in enumerate(found)]
-        loss = sum((x * weight).sum() for x, weight in counted if x.requires_grad and bool(x.isfinite().all()))
+        loss = sum((x.masked_fill(~x.isfinite(), 0.0) * weight).sum() for x, weight in counted if x.requires_grad)
     if isinstance(loss, Tensor):
         loss.backward()
-    return [x.detach() for x in found], fresh.gradients()
+    return names, [x.detach() for x in found], fresh.gradients()
 
 
-def _floats(outputs: Any) -> list[Tensor]:
-    """Floating-point outputs as whole tensors. Raises ValueError if there are none."""
-    whole = [x.full_tensor() if isinstance(x, TokenShard | VocabShard) else x for x in _leaves(outputs)]
-    found = [x for x in whole if isinstance(x, Tensor) and x.is_floating_point()]
+def _results(module: Call, inputs: Inputs) -> tuple[list[str], list[Tensor]]:
+    """Names and values of what a call returns, and of what modules store in it; all that is floating-point, as whole
+    tensors. Raises ValueError if it returns nothing of that kind."""
+    before = [x for _, x in _attributes(module)]
+    outputs = module(*inputs.args, **inputs.kwargs)
+    found = _floats(outputs) or _floats(getattr(outputs, "__dict__", {}))  # of a class that pytree does not know
     if not found:
         raise ValueError(f"it returns a {type(outputs).__name__} without floating-point tensors")
-    return found
+    names = [f"output {i}" for i in range(len(found))]
+    old = set(map(id, before))
+    for name, x in _attributes(module):
+        if id(x) not in old:
+            names.append(STORED + name)
+            found += _floats(x)
+    return names, found
+
+
+def _attributes(module: Call) -> list[tuple[str, Tensor]]:
+    """Floating-point tensors in attributes of the modules inside, other than parameters and buffers."""
+    torchs = vars(nn.Module()).keys()
+    return [
+        (f"{name}.{key}".lstrip("."), x)
+        for name, each in module.module.named_modules()
+        for key, value in vars(each).items()
+        if key not in torchs and isinstance(value, Tensor | list | tuple | dict)
+        for x in tree_leaves(value)
+        if isinstance(x, Tensor) and x.is_floating_point()
+    ]
+
+
+def _floats(values: Any) -> list[Tensor]:
+    """The floating-point tensors among these, whole."""
+    whole = [x.full_tensor() if isinstance(x, TokenShard | VocabShard) else x for x in _leaves(values)]
+    return [x for x in whole if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _leaves(outputs: Any) -> list[Any]:
@@ -422,6 +468,11 @@ def _leaves(outputs: Any) -> list[Any]:
         own = is_dataclass(x) and not isinstance(x, type)
         found += _leaves([getattr(x, each.name) for each in fields(x)]) if own else [x]
     return found
+
+
+def _tells(x: Tensor) -> bool:
+    """Whether something can be compared with it: no value is NaN, and not all are infinite, as some in a mask are."""
+    return not bool(x.isnan().any()) and (not x.numel() or bool(x.isfinite().any()))
 
 
 def _off(name: str, got: Tensor, want: Tensor, least: float = 1e-9, bound: float = OFF) -> str:
@@ -436,12 +487,23 @@ def _error(got: Tensor, want: Tensor, least: float) -> float:
     """The largest difference, relative to the largest value or to `least` if that is larger."""
     if not want.numel():
         return 0.0
-    away = (got - want).detach().abs().nan_to_num(math.inf)
-    equal = got.detach() == want.detach()  # infinities too, as in a mask
-    return float(away.masked_fill(equal, 0.0).max()) / max(_top(want), least)
+    got, want = got.detach(), want.detach()
+    away = _largest(got - want)
+    if not math.isfinite(away):
+        equal = got == want  # infinities too, as in a mask
+        away = float((got - want).abs().nan_to_num(math.inf).masked_fill(equal, 0.0).max())
+    return away / max(_top(want), least)
 
 
 def _top(x: Tensor) -> float:
     """The largest absolute value that is finite."""
-    finite = x.detach().abs()
-    return float(finite.masked_fill(~finite.isfinite(), 0.0).max()) if x.numel() else 0.0
+    top = _largest(x.detach())
+    return top if math.isfinite(top) else _largest(x.detach().masked_fill(~x.isfinite(), 0.0))
+
+
+def _largest(x: Tensor) -> float:
+    """The largest absolute value, in one pass and without a copy; NaN if one is."""
+    if not x.numel():
+        return 0.0
+    low, high = x.aminmax()
+    return max(-float(low), float(high))

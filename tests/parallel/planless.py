@@ -142,6 +142,38 @@ class GroupedByConfig(GroupedPairs):
         return self.proj(y.transpose(1, 2).reshape(B, T, heads * size))
 
 
+@dataclass
+class WidthConfig:
+    """The width of a head follows from the number of heads."""
+
+    n_head: int
+    n_query_groups: int
+    n_embd: int
+
+    @property
+    def head_size(self) -> int:
+        return self.n_embd // self.n_head
+
+
+class GroupedByProperty(GroupedByConfig):
+    """The code has a name of its own for the config."""
+
+    def __init__(self, n_embd: int, n_head: int) -> None:
+        super().__init__(n_embd, n_head)
+        self.config = WidthConfig(self.config.n_head, self.config.n_query_groups, n_embd)  # type: ignore[assignment]
+
+    def forward(this, x: Tensor) -> Tensor:
+        cfg = this.config
+        q, k, v = (
+            this.attn(x)
+            .unflatten(-1, (-1, cfg.head_size))
+            .transpose(1, 2)
+            .split((cfg.n_head, cfg.n_query_groups, cfg.n_query_groups), dim=1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return this.proj(y.transpose(1, 2).flatten(2))
+
+
 class GroupByGroup(GroupedPairs):
     """Each group of queries comes with its key and value, as in Falcon 40B: a contiguous split keeps groups whole."""
 

@@ -380,14 +380,24 @@ def test_linears_with_a_forward_of_their_own_that_computes_the_same_are_split():
     assert plan["transformer.h.*.self_attention.query_key_value"] == "colwise_of_heads(4, 1, 1)"
 
 
+class Beside(nn.Module):
+    """As in CodeGen: attention, of which ranks cannot share the packed features, and an MLP have the same input."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(dim), planless.InterleavedAttention(dim, heads)
+        self.mlp = nn.Sequential(OrderedDict(up=nn.Linear(dim, 4 * dim), act=nn.GELU(), down=nn.Linear(4 * dim, dim)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.attn(h) + self.mlp(h)
+
+
 @pytest.mark.slow
 def test_an_mlp_is_split_beside_an_attention_that_shares_its_input_and_cannot_be():
-    plan, whole = infer(model_of("codegen"), 2)
-    assert plan["transformer.h.*.mlp.fc_in"] == "colwise" and plan["transformer.h.*.mlp.fc_out"] == "rowwise"
-    assert {name for name in whole if "attn" in name} == {
-        "transformer.h.*.attn.qkv_proj",
-        "transformer.h.*.attn.out_proj",
-    }
+    plan, whole = infer(planless.Chain(Beside), 2)
+    assert plan["h.*.mlp.up"] == "colwise" and plan["h.*.mlp.down"] == "rowwise"
+    assert {name for name in whole if "attn" in name} == {"h.*.attn.c_attn", "h.*.attn.c_proj"}
 
 
 @pytest.mark.slow
@@ -474,17 +484,22 @@ class Zeroing(torch.autograd.Function):
 class Penalized(nn.Module):
     """A second output depends on the hidden features. Ranks agree on its value but not on its gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: bool) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24)
+        self.up, self.down, self.store = nn.Linear(24, 40), nn.Linear(40, 24), store
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> Any:
         h = self.up(x)
-        return self.down(h), self.down(Zeroing.apply(h))
+        y, penalty = self.down(h), self.down(Zeroing.apply(h))
+        if not self.store:
+            return y, penalty
+        self.penalties = [penalty]
+        return y
 
 
-def test_gradients_of_all_outputs_are_compared():
-    found = infer(Penalized(), 2)
+@pytest.mark.parametrize("store", [False, True])
+def test_gradients_of_all_outputs_and_attributes_are_compared(store: bool):
+    found = infer(Penalized(store), 2)
     assert not found.plan and "gradient" in found.whole["up"]
 
 
@@ -620,6 +635,11 @@ def observed(mlp: Hidden, h: Tensor) -> Tensor:
     return h
 
 
+def averaged(mlp: Any, h: Tensor) -> Tensor:
+    mlp.loss = h.mean()
+    return h
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -627,6 +647,7 @@ def observed(mlp: Hidden, h: Tensor) -> Tensor:
         (normalized_in_training, "training mode"),
         (normalized_and_dropped_in_training, "training mode"),
         (observed, "amax is off"),
+        (averaged, "the attribute loss is off"),
     ],
 )
 def test_what_only_training_large_inputs_or_buffers_show(change: Callable[[Any, Tensor], Tensor], why: str):
@@ -670,6 +691,16 @@ class InDataclass(Hidden):
         return Output(super().forward(x))
 
 
+class Plain:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class InObject(Hidden):
+    def forward(self, x: Tensor) -> Plain:
+        return Plain(super().forward(x))
+
+
 class InWords(Hidden):
     def forward(self, x: Tensor) -> str:
         return str(super().forward(x))
@@ -684,7 +715,7 @@ class Empty(Hidden):
 @pytest.mark.slow
 def test_outputs_and_parameters_of_unusual_kinds():
     split = {"up": "colwise", "down": "rowwise"}
-    assert infer(InDataclass(kept), 2).plan == split
+    assert infer(InDataclass(kept), 2) == infer(InObject(kept), 2) == (split, {})
     assert infer(Empty(kept), 2).plan == split
     found = infer(InWords(kept), 2)
     assert not found.plan and "a str without floating-point tensors" in found.whole["up"]

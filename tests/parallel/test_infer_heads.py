@@ -1,5 +1,6 @@
 """What an inferred plan does with arguments of all heads, and what it must not take for such."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ class Repeated(planless.GroupedAttention):
         (planless.GroupedAttention, 2, "colwise_of_heads(4, 1, 1)", "num_heads, embed_dim"),
         (planless.GroupedPairs, 4, "colwise_of_heads(8, 4, 4)", "num_heads, num_key_value_heads, embed_dim"),
         (planless.GroupedByConfig, 2, "colwise_of_heads(8, 4, 4)", "config.n_head, config.n_query_groups"),
+        (planless.GroupedByProperty, 2, "colwise_of_heads(8, 4, 4)", "config.n_head, config.n_query_groups"),
         (planless.GroupByGroup, 2, "colwise", "num_heads, num_key_value_heads"),
         (Repeated, 4, "colwise_of_heads(4, 1, 1)", "num_heads, embed_dim, num_key_value_groups"),
     ],
@@ -92,6 +94,53 @@ class OfTwoKinds(nn.Module):
 def test_layers_whose_configs_count_other_heads_are_tried_apart():
     plan = infer(OfTwoKinds(), 2, example={"ids": ids()}).plan
     assert [plan[f"h.{i}.attn"] for i in range(2)] == ["colwise_of_heads(4, 1, 1)", "colwise_of_heads(8, 2, 2)"]
+
+
+class InOrder(planless.TimmAttention):
+    """Queries, keys and values are packed in the order that its config names; the model uses its attention weights."""
+
+    def __init__(self, order: str, weights: bool) -> None:
+        super().__init__(planless.WIDTH, planless.HEADS)
+        self.config, self.weights = SimpleNamespace(inner=SimpleNamespace(order=order)), weights
+
+    def forward(self, x: Tensor) -> Any:
+        shape = {"three heads": (3, self.num_heads, -1), "heads three": (self.num_heads, 3, -1)}
+        order = self.config.inner.order
+        q, k, v = self.qkv(x).unflatten(-1, shape[order]).movedim(2 + order.split().index("three"), 0).transpose(2, 3)
+        weights = (q @ k.mT * self.head_dim**-0.5).softmax(-1)
+        y = self.proj((weights @ v).transpose(1, 2).flatten(2))
+        return (y, weights) if self.weights else y
+
+
+class InOrders(nn.Module):
+    def __init__(self, weights: bool = False) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(50, planless.WIDTH)
+        self.h = nn.ModuleList(InOrder(order, weights) for order in ("three heads", "heads three", "three heads"))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.wte(ids)
+        for attention in self.h:
+            y, weights = attention(x) if attention.weights else (attention(x), torch.ones(()))
+            x = x + y * weights.std(1, correction=0).mean() if attention.weights else x + y
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("large", [False, True])
+def test_layers_whose_configs_differ_are_tried_apart(monkeypatch: pytest.MonkeyPatch, large: bool):
+    monkeypatch.setattr("fusedtp.parallel.infer.LARGEST_MODEL", 0 if large else 20_000_000)
+    plan = infer(InOrders(), 2, example={"ids": ids()}).plan
+    words = ["packed_colwise_3", "colwise", "packed_colwise_3"]
+    assert [plan[f"h.{i}.qkv"] for i in range(3)] == words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("large", [False, True])
+def test_attention_stays_whole_if_the_model_may_use_its_weights(monkeypatch: pytest.MonkeyPatch, large: bool):
+    """A model gathers weights that it returns, but not those that it uses."""
+    monkeypatch.setattr("fusedtp.parallel.infer.LARGEST_MODEL", 0 if large else 20_000_000)
+    assert infer(InOrders(weights=True), 2, example={"ids": ids()}).plan == {}
 
 
 class BiasedByConfig(nn.Module):
@@ -238,16 +287,22 @@ def test_a_module_with_two_units_has_the_attributes_of_both_divided():
 
 
 class Masking(planless.SharedBias):
-    """Its output is not finite, so that no trial of the whole model is possible."""
+    """Some of its outputs are not finite."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
 
     def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids).masked_fill(torch.arange(50) == 7, -torch.inf)
+        return super().forward(ids).masked_fill(torch.arange(50) == 7, self.value)
 
 
 def test_heads_are_not_handed_on_without_a_trial_of_the_whole_model():
-    plan, whole = infer(Masking(), 2)
-    assert plan == {} and "what becomes of the heads that it returns" in whole["h.*.q"]
-    assert infer(Masking(), 2, True, {"ids": ids()}).plan == {}
+    """Values that are no numbers cannot be compared; infinities can."""
+    plan, whole = infer(Masking(torch.nan), 2)
+    assert plan == {} and "split over 2 ranks" in whole["h.*.q"]
+    assert infer(Masking(torch.nan), 2, True, {"ids": ids()}).plan == {}
+    assert "h.*.q" in infer(Masking(-torch.inf), 2).plan
 
 
 def test_a_bias_that_layers_pass_on_is_not_divided_among_as_many_ranks_as_heads():

@@ -34,13 +34,25 @@ class Config:
     def __init__(self, heads: int, few: int) -> None:
         self.heads, self.few_heads = heads, few
 
+    @property
+    def scale(self) -> float:
+        return float(self.heads) ** -0.5
+
+    @cached_property
+    def shift(self) -> float:
+        return 1.0 / self.heads
+
 
 class Attention(nn.Module):
-    """[queries of all heads | keys of few | values of few]"""
+    """[queries of all heads | keys of few | values of few]
 
-    def __init__(self, heads: int, few: int, each: int, bias: bool, by_config: bool) -> None:
+    more   "scaled": by a parameter of its own; "computed": by what its config computes from the number of heads
+    """
+
+    def __init__(self, heads: int, few: int, each: int, bias: bool, by_config: bool, more: str = "") -> None:
         super().__init__()
-        self.each, self.config = each, Config(heads, few)
+        self.each, self.config, self.more = each, Config(heads, few), more
+        self.temperature = nn.Parameter(torch.ones(1)) if more == "scaled" else None
         if not by_config:
             self.heads, self.few_heads = heads, few
         self.qkv = nn.Linear(HIDDEN, (heads + 2 * few) * each, bias=bias)
@@ -50,6 +62,8 @@ class Attention(nn.Module):
         numbers = self if hasattr(self, "heads") else self.config
         heads, few = numbers.heads, numbers.few_heads
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.each)).transpose(1, 2).split((heads, few, few), dim=1)
+        q = q if self.temperature is None else q * self.temperature
+        q = q * self.config.scale + self.config.shift if self.more == "computed" else q
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         z: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return z
@@ -81,7 +95,7 @@ def results(model: Any, x: Tensor, main_grad: bool) -> dict[str, Tensor]:
     """The output, and the gradients of two backwards; main_grad: the linear layers' gradients are accumulated there."""
     x = x.clone().requires_grad_()
     if main_grad:
-        for parameter in model.attn.parameters():
+        for parameter in (*model.attn.qkv.parameters(), *model.attn.out.parameters()):
             own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             parameter.main_grad = torch.zeros_like(own)
     for _ in range(2):
@@ -117,6 +131,7 @@ def split(group: Any, model: nn.Module, plan: dict[str, str], tokens: bool) -> A
     each=st.integers(1, 5),
     bias=st.booleans(),
     by_config=st.booleans(),
+    more=st.sampled_from(["", "scaled", "computed"]),
     batch=st.integers(1, 3),
     length=st.integers(1, 5),
     tokens=st.booleans(),
@@ -128,12 +143,17 @@ def test_equals_one_device(
     each: int,
     bias: bool,
     by_config: bool,
+    more: str,
     batch: int,
     length: int,
     tokens: bool,
     main_grad: bool,
 ) -> None:
-    x, model, plan = normal(batch, length, HIDDEN), made(*group, each, bias, by_config), plan_of(*group, by_config)
+    x, model, plan = (
+        normal(batch, length, HIDDEN),
+        made(*group, each, bias, by_config, more),
+        plan_of(*group, by_config),
+    )
     want = results(copy.deepcopy(model), x, False)
     if 1 < group[1] < size:
         with pytest.raises(ValueError, match=f"few_heads is {group[1]}, which {size} ranks cannot share evenly"):
@@ -189,23 +209,39 @@ def test_what_does_not_fit_is_refused(word: str, said: str) -> None:
         VirtualWorld(2).run(lambda group: split(group, model, {"attn.qkv": word, "attn.out": "rowwise"}, True))
 
 
-def test_numbers_that_the_module_around_does_not_count_are_refused() -> None:
-    """(8, 4, 4) of width 2 has as many features as (4, 2, 2) of width 4, and another order."""
-    plan = {**plan_of(4, 2, False), "attn.qkv": "colwise_of_heads(8, 4, 4)"}
-    with pytest.raises(
-        ValueError, match=r"attn\.qkv: its plan says 8 heads, the module around it heads 4, few_heads 2"
-    ):
+@pytest.mark.parametrize(("numbers", "wrong"), [((8, 4, 4), 8), ((4, 1, 3), 3)])
+def test_numbers_that_the_module_around_does_not_count_are_refused(numbers: tuple[int, ...], wrong: int) -> None:
+    """They make as many features as (4, 2, 2) does, in another order."""
+    plan = {**plan_of(4, 2, False), "attn.qkv": f"colwise_of_heads{numbers}"}
+    said = rf"attn\.qkv: its plan says {wrong} heads, the module around it heads 4, few_heads 2"
+    with pytest.raises(ValueError, match=said):
         VirtualWorld(2).run(lambda group: split(group, made(4, 2, 4, True, False), plan, True))
+
+
+class Tied(Model):
+    """Another linear layer has the weight too, and uses all of it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.all = nn.Linear(HIDDEN, self.attn.qkv.out_features)
+        self.all.weight = self.attn.qkv.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x) * self.all(x).mean(-1, keepdim=True)
+        return y
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_weight_that_a_whole_layer_has_too(tokens: bool) -> None:
+    model, x = Tied(4, 2, 4, True, False).double(), normal(2, 3, HIDDEN)
+    want = results(copy.deepcopy(model), x, False)
+    for found in VirtualWorld(2).run(lambda g: results(split(g, model, plan_of(4, 2, False), tokens), x, False)):
+        for name in ("output", "gradient of x", "gradient of attn.qkv.weight", "gradient of all.bias"):
+            assert float((found[name] - want[name]).abs().max()) <= OFF * max(float(want[name].abs().max()), 1.0), name
 
 
 class Slots:
     __slots__ = ("few_heads", "heads")
-
-
-class Late(Config):
-    @cached_property
-    def width(self) -> int:
-        return 16 // self.heads
 
 
 @pytest.mark.parametrize(
@@ -213,7 +249,6 @@ class Late(Config):
     [
         (Slots(), r"it has no integer attribute config\.heads"),
         (SimpleNamespace(heads=4, few_heads=2), "its config, a SimpleNamespace, cannot be shown with local values"),
-        (Late(4, 2), "its config computes width when it is first read"),
     ],
 )
 def test_a_config_that_cannot_be_viewed_is_refused_before_anything_changes(config: Any, said: str) -> None:
