@@ -8,6 +8,8 @@ import sys
 
 import torch
 
+MODEL = "a hub name, a folder, a config.json, or a model type"
+
 
 def main(argv: list[str]) -> int:
     """Print the table of `explain` for a model without weights, split over virtual ranks.
@@ -15,7 +17,7 @@ def main(argv: list[str]) -> int:
     Returns the exit code: 1 if there is no such model or it cannot be split this way, 2 without transformers.
     """
     parser = argparse.ArgumentParser(prog="fusedtp explain", description=__doc__)
-    parser.add_argument("--model", required=True, help="a hub name, a folder, a config.json, or a model type")
+    parser.add_argument("--model", required=True, help=MODEL)
     parser.add_argument("--tp", type=int, default=2, help="ranks that share the model (default 2)")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the forward asked about (default 4096)")
     parser.add_argument("--whole-tokens", action="store_true", help="without sequence parallelism")
@@ -28,7 +30,10 @@ def main(argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         print(f"fusedtp explain needs transformers: pip install 'fusedtp[hf]' ({error})", file=sys.stderr)
         return 2
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        print(f"fusedtp explain: error: {error}\n--model takes {MODEL}, such as llama", file=sys.stderr)
+        return 1
+    except ValueError as error:
         print(f"fusedtp explain: error: {error}", file=sys.stderr)
         return 1
     return 0

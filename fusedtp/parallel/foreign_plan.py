@@ -299,7 +299,10 @@ def _adapt(words: dict[str, str], named: Mapping[str, Any]) -> list[str]:
         half = {"colwise": "lora_B", "colwise_gather_output": "", "rowwise": "lora_A"}.get(word)
         if special or half is None:
             what = special[0] if special else word
-            faults.append(f"{name}: {type(module).__name__} with {what} cannot be split; merge the adapter first")
+            faults.append(
+                f"{name}: {type(module).__name__} with {what} cannot be split; merge the adapter first, "
+                "or leave this layer out of its targets"
+            )
             continue
         words[f"{name}.base_layer"] = word
         if half:

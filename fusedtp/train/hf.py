@@ -38,6 +38,11 @@ class Trainer(transformers.Trainer):
     def __init__(self, model: Any = None, args: Any = None, **options: Any) -> None:
         if args is None:
             raise ValueError("pass TrainingArguments as args: checkpoints go to their output_dir")
+        if args.optim == "adafactor" and model is not None and is_split(model):
+            raise ValueError(
+                "optim='adafactor' cannot train a split model: DTensor lacks what its factored state needs; "
+                "take another, such as adamw_torch_fused"
+            )
         only_model, args.save_only_model = args.save_only_model, True  # this class saves what transformers refuses to
         try:
             super().__init__(model, args, **options)

@@ -24,3 +24,10 @@ def test_a_model_that_cannot_be_split_so_is_an_error_not_a_result(capsys):
     assert cli.main(["explain", "--model", "llama", "--tp", "7"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("fusedtp explain: error: LlamaForCausalLM cannot be parallelized over 7")
+
+
+def test_a_model_that_does_not_exist_is_told_with_what_may_be_given(tmp_path, capsys):
+    assert cli.main(["explain", "--model", str(tmp_path / "nothing")]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "nothing" in err
+    assert err.endswith("--model takes a hub name, a folder, a config.json, or a model type, such as llama\n")

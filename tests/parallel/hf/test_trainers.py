@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fusedtp
 from tests.harness import world
-from tests.parallel.support import dp_tp_mesh
+from tests.parallel.support import dp_tp_mesh, tp_mesh
 
 from .families import model_of
 from .launch import as_torchrun
@@ -166,6 +166,21 @@ def apart(group: Any, folder: str) -> None:
 
 def test_trainer_refuses_data_parallel_ranks_that_train_apart(tmp_path: Path):
     world(4).run(apart, str(tmp_path), timeout=120)
+
+
+def adafactor(group: Any, folder: str) -> None:
+    from fusedtp.train.hf import Trainer
+
+    model = model_of("llama")
+    with as_torchrun(group):
+        Trainer(model=model, args=arguments(folder, 2, optim="adafactor"), train_dataset=Rows())
+        fusedtp.parallelize(model, tp_mesh(group))
+        with pytest.raises(ValueError, match=r"'adafactor' cannot train a split model"):
+            Trainer(model=model, args=arguments(folder, 2, optim="adafactor"), train_dataset=Rows())
+
+
+def test_trainer_refuses_an_optimizer_that_would_fail(tmp_path: Path):
+    world(2).run(adafactor, str(tmp_path), timeout=120)
 
 
 def accelerator(**more: Any) -> Any:
