@@ -124,6 +124,7 @@ def split(group: Any, model: nn.Module, plan: dict[str, str], tokens: bool) -> A
     return fusedtp.parallelize(copy.deepcopy(model), group, plan=plan, prove=False, sequence_parallel=tokens)
 
 
+@pytest.mark.parametrize("more", ["", "scaled", "computed"])
 @settings(max_examples=examples(100, 25))
 @given(
     size=st.sampled_from([1, 2, 4]),
@@ -131,7 +132,6 @@ def split(group: Any, model: nn.Module, plan: dict[str, str], tokens: bool) -> A
     each=st.integers(1, 5),
     bias=st.booleans(),
     by_config=st.booleans(),
-    more=st.sampled_from(["", "scaled", "computed"]),
     batch=st.integers(1, 3),
     length=st.integers(1, 5),
     tokens=st.booleans(),
