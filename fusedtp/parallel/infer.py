@@ -10,6 +10,7 @@
                each way to show local widths to the module's code (local_view.py); take the first that matches
     conclude   try everything taken at once in the whole copy, if that can be run
 
+A large model is tried with two layers of each kind in each of its lists (kinds.py); the others get the same words.
 Layers of one kind (same classes, shapes and settings) are tried once. What no trial proves stays whole, and `Inferred`
 says why. Names are not used, with one exception: an attribute with "head" in its name is a number of heads, and so is
 axis h of a Rearrange layer, if it is as long.
@@ -21,15 +22,12 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from functools import cache, partial
-from types import CodeType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from .candidates import candidates, concatenated, grouped, widths_between
+from .kinds import Short, kind_of, names_of, shortened
 from .local_view import (
     ARGUMENT,
     NUMBERS,
@@ -49,9 +47,10 @@ from .styles import computed
 from .trial import Inputs, Trial, random_copy, sharing
 from .twin import NoTwin, twin_of
 
-# A module with more elements than this is not run as a whole; its children are run instead.
+# A module with more elements than this is not run as a whole; its children are run instead. A model with more than
+# LARGEST_MODEL is run with fewer layers, if it then has no more than LARGEST_SHORT.
 LARGEST = 500_000_000
-LARGEST_MODEL = 20_000_000
+LARGEST_MODEL, LARGEST_SHORT = 20_000_000, 200_000_000
 NEEDS = " needs "
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -98,8 +97,16 @@ def infer(
         own = "{} has its own forward"
         return Inferred({}, {name: (computed(m) or [own.format(type(m).__name__)])[0] for name, m in others.items()})
     twin = small_copy(model) if example is None else None
-    inputs = {} if example is None else recorded(model, Inputs((), dict(example)), _kind)
-    search = Search(model if twin is None else twin, model, max(world_size, 2), sequence_parallel, inputs)
+    inputs = {} if example is None else recorded(model, Inputs((), dict(example)), kind_of)
+    large = sum(p.numel() for p in model.parameters()) > LARGEST_MODEL
+    short = shortened(model) if large and twin is None else None
+    options: dict[str, Any] = {"real": model, "world_size": max(world_size, 2), "sequence_parallel": sequence_parallel}
+    if short is not None:
+        search = Search(short.model, **options, inputs=inputs, largest=LARGEST_SHORT)
+        search.run()
+        if search.concluded and search.lengthen(short):
+            return search.result(model)
+    search = Search(model if twin is None else twin, **options, inputs=inputs, largest=LARGEST_MODEL, small=bool(twin))
     search.run()
     return search.result(model)
 
@@ -133,9 +140,11 @@ class Verdict:
 
 
 class Search:
-    """One search over `model`, which is the model `real` or its small copy.
+    """One search over `model`, which is the model `real`, a copy with fewer layers, or its small copy.
 
-    inputs   kind of a module (see _kind) -> its inputs; they are guessed for modules that are not listed
+    inputs    kind of a module (see kind_of) -> its inputs; they are guessed for modules that are not listed
+    largest   number of elements up to which the model is run as a whole
+    small     it is the small copy: names of its layers mean nothing in the real model
     """
 
     def __init__(
@@ -144,10 +153,12 @@ class Search:
         real: nn.Module,
         world_size: int,
         sequence_parallel: bool,
-        inputs: Mapping[Hashable, Inputs] | None = None,
+        inputs: Mapping[Hashable, Inputs],
+        largest: int,
+        small: bool = False,
     ) -> None:
-        self.inputs = dict(inputs or {})
-        self.small = model is not real  # names of its layers mean nothing in the model
+        self.inputs, self.largest, self.small = inputs, largest, small
+        self.real = dict(real.named_modules())
         self.reals: dict[str, list[nn.Module]] = {}
         for name, module in real.named_modules():
             self.reals.setdefault(generic(name), []).append(module)
@@ -198,9 +209,9 @@ class Search:
         elements = sum(p.numel() for p in module.parameters())
         if not _worth(module):
             return
-        if elements <= (LARGEST if name else LARGEST_MODEL) and not isinstance(module, CONTAINERS[:2]):
+        if elements <= (LARGEST if name else self.largest) and not isinstance(module, CONTAINERS[:2]):
             copied = random_copy(module)
-            given = self.inputs.get(_kind(name, module))
+            given = self.inputs.get(kind_of(name, self.real.get(name, module)))
             for inputs in guesses(module) if given is None else [given]:
                 seen = observe(name, sharing(copied), inputs)
                 if seen is not None:
@@ -315,7 +326,7 @@ class Search:
         module = self.named[unit]
         columns, rows = ([_within(unit, name) for name in names] for names in (columns, rows))
         taken = self._taken(unit)
-        kind = (_kind(unit, module), tuple(columns), tuple(rows), tuple(sorted(taken.items())))
+        kind = (kind_of(unit, module), tuple(columns), tuple(rows), tuple(sorted(taken.items())))
         if kind not in self.known:
             self.known[kind] = self._try(seen, copied, unit, columns, rows, taken)
         return self.known[kind]
@@ -444,7 +455,7 @@ class Search:
 
     def _patterns(self) -> dict[str, str]:
         """Name -> a pattern that matches it and others with the same style only, or ""."""
-        every = [*self.named, *(name for name, _ in self.model.named_parameters(remove_duplicate=False))]
+        every = names_of(self.model)
         fits: dict[tuple[str, str], bool] = {}
         found: dict[str, str] = {}
         for name, word in self.words.items():
@@ -471,9 +482,9 @@ class Search:
         return [words for _, words in kinds]
 
     def _conclude(self, seen: Seen) -> None:
-        """Prove all units together; if that fails, add them kind by kind, dropping those that break the whole model.
+        """Prove all units together, with the embedding and the head.
 
-        Then add the embedding and the head.
+        If that fails, add units kind by kind, dropping those that break the whole model, and then the ends.
         """
         try:
             trial = Trial(
@@ -481,6 +492,12 @@ class Search:
                 sequence_parallel=self.sequence_parallel, inside=False,
             )  # fmt: skip
         except Exception:  # its units ran, but the model has no output to compare
+            return
+        self.concluded = True
+        ends = _ends(self.model, self.named, seen)
+        every = {**self.words, **ends}
+        if self.words and len(every) == len(self.words) + len(ends) and not trial.verdict(every):
+            self.words = every
             return
         if self.words and trial.verdict(self.words):
             self.words = {}
@@ -490,10 +507,8 @@ class Search:
                     self.why.update(dict.fromkeys(found, f"the whole model differs when it is split: {fault}"))
                 else:
                     self.words.update(found)
-        self.concluded = True
         if not self.words:
             return
-        ends = _ends(self.model, self.named, seen)
         for tried in (ends, *({name: word} for name, word in ends.items())):
             if self.words.keys().isdisjoint(tried) and not trial.verdict({**self.words, **tried}):
                 self.words.update(tried)
@@ -520,6 +535,21 @@ class Search:
                     self.why.update(dict.fromkeys(unit.words, f"{bad[unit.name]} is also used outside {unit.name}"))
             self.units = [each for each in self.units if each.name not in bad]
             self.words = {name: word for each in self.units for name, word in each.words.items()}
+
+    def lengthen(self, short: Short) -> bool:
+        """Give layers that the short copy lacks the words of those of their kind; False if these differ in them."""
+        if any(self._taken(layer) != self._taken(kept[0]) for kept in short.lacks.values() for layer in kept):
+            return False
+        words = {}
+        for name in names_of(self.real[""]):
+            at = ""
+            for part in name.split(".") if name else []:
+                at = join(at, part)
+                at = short.lacks[at][0] if at in short.lacks else at
+            if at in self.words:
+                words[name] = self.words[at]
+        self.words, self.model, self.named = words, self.real[""], self.real
+        return True
 
     # --- result ----------------------------------------------------------------------------------------------
 
@@ -603,87 +633,6 @@ def _ends(model: Any, named: dict[str, Any], seen: Seen) -> dict[str, str]:
         elif module is last and isinstance(module, nn.Linear):
             found[name] = "colwise_gather_output"
     return found
-
-
-SIMPLE = (int, float, str, bool, type(None), torch.dtype, torch.device)
-INDEX = re.compile(r".*(idx|index|layer_(id|number)).*")
-OF_TORCH = {"_parameters", "_buffers", "_modules"}
-MANY, DEEP = 1000, 4  # elements of a container, and objects inside objects, that are looked at
-
-
-def _kind(name: str, module: nn.Module) -> tuple[Any, ...]:
-    """Equal for the same layer of several blocks that are alike."""
-    return generic(name), _fingerprint(module)
-
-
-def _fingerprint(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for two modules of one kind: classes, shapes, settings, functions. Their index in a stack is included only
-    if code of the class other than __init__ reads it; transformers code is skipped: it reads it to find a cache."""
-    found: list[Any] = []
-    known: dict[int, Any] = {}
-    for name, each in module.named_modules():
-        shapes = [(key, tuple(p.shape)) for key, p in each.named_parameters(recurse=False)]
-        buffers = [(key, _setting(x, known)) for key, x in each.named_buffers(recurse=False)]
-        found.append((name, type(each), tuple(shapes), tuple(buffers), _attributes(each, known)))
-    return tuple(found)
-
-
-def _attributes(each: Any, known: dict[int, Any], depth: int = 0) -> tuple[Any, ...]:
-    """The settings in the attributes of an object."""
-    kind: Any = type(each)
-    reads = _reads(kind)
-    own = [(key, x) for key, x in vars(each).items() if key not in OF_TORCH]
-    return tuple((key, _setting(x, known, depth)) for key, x in own if not INDEX.fullmatch(key) or key in reads)
-
-
-def _setting(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
-    """Equal if the attributes of two modules are equal. Of objects such as a config the attributes count, of tensors
-    the shape and, if they are integers, such as a mask or indices, the values. A function with a closure is only equal
-    to itself.
-
-    known   id of an object -> its setting
-    """
-    if type(value) in SIMPLE or isinstance(value, Enum):
-        return value
-    if isinstance(value, Tensor):
-        exact = not value.is_floating_point() and value.numel() <= MANY and not value.is_meta
-        return tuple(value.shape), value.dtype, tuple(value.flatten().tolist()) if exact else ()
-    if isinstance(value, (tuple, list, dict)) and len(value) > MANY:
-        return type(value), len(value)
-    if isinstance(value, (tuple, list)):
-        return tuple(_setting(x, known, depth) for x in value)
-    if isinstance(value, dict):
-        pairs = value.items()
-        return tuple((key if isinstance(key, str) else "", _setting(x, known, depth)) for key, x in pairs)
-    if isinstance(value, partial):
-        return tuple(_setting(x, known, depth) for x in (value.func, value.args, value.keywords))
-    if isinstance(value, nn.Module):
-        return type(value)
-    if not callable(value):
-        if id(value) not in known:
-            known[id(value)] = type(value)  # where it leads back to itself
-            if hasattr(value, "__dict__") and depth < DEEP:
-                known[id(value)] = type(value), _attributes(value, known, depth + 1)
-        return known[id(value)]
-    value = getattr(value, "__func__", value)
-    closed = getattr(value, "__closure__", None) or getattr(value, "__defaults__", None)
-    return id(value) if closed else getattr(value, "__code__", id(value))
-
-
-@cache
-def _reads(kind: Any) -> frozenset[str]:
-    """Names that the code of a class reads outside __init__."""
-    theirs = [
-        each for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("builtins", "torch", "transformers")
-    ]
-    todo = [getattr(f, "__code__", None) for each in theirs for key, f in vars(each).items() if key != "__init__"]
-    found: set[str] = set()
-    while todo:
-        code = todo.pop()
-        if isinstance(code, CodeType):
-            found.update(code.co_names)
-            todo += code.co_consts
-    return frozenset(found)
 
 
 def _telling(first: str, second: str) -> str:

@@ -57,11 +57,18 @@ def test_a_model_whose_inputs_cannot_be_guessed(given: bool, least: float):
             assert whole["blocks.*.attn.to_q"] == "add_q beside it did not run in the trial"
 
 
+def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are run module by module, however small they are."""
+    for name in ("LARGEST_MODEL", "LARGEST_SHORT"):
+        monkeypatch.setattr(f"fusedtp.parallel.infer.{name}", 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("large", [False, True])
 def test_an_example_shows_joint_attention_and_adaptive_norms(monkeypatch: pytest.MonkeyPatch, large: bool):
     """A large model is not copied: its modules are tried one by one, on what they got when the model ran."""
-    monkeypatch.setattr("fusedtp.parallel.infer.LARGEST_MODEL", 0 if large else 20_000_000)
+    if large:
+        too_large(monkeypatch)
     model = planless.Diffusion().bfloat16()
     found = infer(model, 2, example=planless.Diffusion.example(torch.bfloat16))
     for i in range(3):
@@ -89,7 +96,7 @@ class Stages(nn.Module):
 
 
 def test_layers_of_one_name_and_several_widths_have_inputs_of_their_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusedtp.parallel.infer.LARGEST_MODEL", 0)
+    too_large(monkeypatch)
     monkeypatch.setattr("fusedtp.parallel.infer.guesses", lambda module: [])
     found = infer(Stages(), 2, example={"image": torch.randn(2, 16, 2, 3), "scale": torch.ones(())})
     assert found.plan == {"stages.*.fc1": "colwise", "stages.*.fc2": "rowwise"}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fusedtp
 from fusedtp.parallel.infer import infer
 from tests.parallel import planless
+from tests.parallel.test_example import too_large
 from tests.parallel.test_infer import explained, ids, plan_of
 
 
@@ -129,7 +130,8 @@ class InOrders(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("large", [False, True])
 def test_layers_whose_configs_differ_are_tried_apart(monkeypatch: pytest.MonkeyPatch, large: bool):
-    monkeypatch.setattr("fusedtp.parallel.infer.LARGEST_MODEL", 0 if large else 20_000_000)
+    if large:
+        too_large(monkeypatch)
     plan = infer(InOrders(), 2, example={"ids": ids()}).plan
     words = ["packed_colwise_3", "colwise", "packed_colwise_3"]
     assert [plan[f"h.{i}.qkv"] for i in range(3)] == words
@@ -139,7 +141,8 @@ def test_layers_whose_configs_differ_are_tried_apart(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("large", [False, True])
 def test_attention_stays_whole_if_the_model_may_use_its_weights(monkeypatch: pytest.MonkeyPatch, large: bool):
     """A model gathers weights that it returns, but not those that it uses."""
-    monkeypatch.setattr("fusedtp.parallel.infer.LARGEST_MODEL", 0 if large else 20_000_000)
+    if large:
+        too_large(monkeypatch)
     assert infer(InOrders(weights=True), 2, example={"ids": ids()}).plan == {}
 
 

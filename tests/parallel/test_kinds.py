@@ -1,0 +1,114 @@
+"""Layers of one kind: a large model is tried with two of each, and the others get the same words."""
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from fusedtp.parallel.infer import Search, infer
+from fusedtp.parallel.kinds import Short, fingerprint, shortened
+from tests.parallel import planless
+
+
+class Deep(nn.Module):
+    """Seven blocks in two stages, of which `unlike` have MLPs of another width."""
+
+    def __init__(self, unlike: tuple[int, ...] = (), tied: bool = False) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(50, planless.WIDTH)
+        blocks = [planless.TimmBlock(planless.WIDTH, planless.HEADS) for _ in range(7)]
+        for i in unlike:
+            blocks[i].mlp = planless.TimmMlp(planless.WIDTH, 40)
+        if tied:
+            blocks[6].norm1.weight = blocks[0].norm1.weight
+        self.stages = nn.ModuleList(nn.Sequential(*blocks[i : i + 4]) for i in (0, 4))
+        self.head = nn.Linear(planless.WIDTH, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.wte(ids)
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x)
+
+
+def layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, planless.TimmBlock)]
+
+
+@pytest.mark.parametrize(
+    ("unlike", "kept"),
+    [
+        ((), ["0.0", "0.1", "1.0", "1.1"]),
+        ((3,), ["0.0", "0.1", "0.3", "1.0", "1.1"]),
+        ((0, 2, 3), ["0.0", "0.1", "0.2", "1.0", "1.1"]),
+    ],
+)
+def test_two_layers_of_each_kind_are_kept_with_their_names(unlike: tuple[int, ...], kept: list[str]):
+    model = Deep(unlike)
+    short = shortened(model)
+    assert short is not None and layers(short.model) == [f"stages.{name}" for name in kept]
+    assert set(short.lacks) == set(layers(model)) - set(layers(short.model))
+    named = dict(model.named_modules())
+    for name, alike in short.lacks.items():
+        assert {fingerprint(named[each]) for each in alike} == {fingerprint(named[name])}
+    assert short.model.wte.weight.data_ptr() == model.wte.weight.data_ptr()
+    assert shortened(Deep(tied=True)) is None and shortened(nn.Linear(2, 2)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unlike", [(), (3,), (1,)])
+def test_the_plan_is_that_of_the_whole_model(monkeypatch: pytest.MonkeyPatch, unlike: tuple[int, ...]):
+    want = infer(Deep(unlike), 2)
+    assert want.plan["wte"] == "embedding_rowwise" and want.whole == {}
+    sizes: list[int] = []
+    init = Search.__init__
+
+    def counted(self: Search, model: nn.Module, **options: Any) -> None:
+        sizes.append(len(layers(model)))
+        init(self, model, **options)
+
+    monkeypatch.setattr(Search, "__init__", counted)
+    monkeypatch.setattr("fusedtp.parallel.infer.LARGEST_MODEL", 0)
+    assert infer(Deep(unlike), 2) == want and sizes == [4 + len(unlike)]
+
+
+class Numbered(nn.Module):
+    """It names each of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.head = nn.Embedding(50, planless.WIDTH), nn.Linear(planless.WIDTH, 50)
+        self.h = nn.ModuleList(planless.TimmBlock(planless.WIDTH, planless.HEADS) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.wte(ids)
+        for i in range(4):
+            x = self.h[i](x)
+        return self.head(x)
+
+
+@pytest.mark.slow
+def test_a_model_that_needs_all_its_layers_is_tried_layer_by_layer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fusedtp.parallel.infer.LARGEST_MODEL", 0)
+    found = infer(Numbered(), 2)
+    assert found.plan["h.*.attn.qkv"] == "packed_colwise_3" and "wte" not in found.plan
+    assert "proved alone" in found.whole[""]
+
+
+def search_of(model: nn.Module, short: Short, words: dict[str, str]) -> Search:
+    made = Search(short.model, model, 2, True, {}, 0)
+    made.words = words
+    return made
+
+
+def test_layers_left_out_get_the_words_that_those_of_their_kind_agree_in():
+    model = Deep(unlike=(3,))
+    short = shortened(model)
+    assert short is not None
+    every = {f"{name}.mlp.fc1": "colwise" for name in layers(model)}
+    kept = {name: word for name, word in every.items() if name.removesuffix(".mlp.fc1") in layers(short.model)}
+    search = search_of(model, short, kept)
+    assert search.lengthen(short) and search.words == every
+    assert search.result(model).plan == {"stages.*.*.mlp.fc1": "colwise"}
+    del kept["stages.0.1.mlp.fc1"]
+    assert not search_of(model, short, kept).lengthen(short)
