@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from .observe import join
 from .plan import generic
@@ -42,8 +43,13 @@ def _attributes(each: Any, known: dict[int, Any], depth: int = 0) -> tuple[Any, 
     """The settings in the attributes of an object."""
     kind: Any = type(each)
     reads = _reads(kind)
-    own = [(key, x) for key, x in vars(each).items() if key not in OF_TORCH]
+    own = [(key, x) for key, x in vars(each).items() if key not in OF_TORCH and not _rate(key, x, kind)]
     return tuple((key, _setting(x, known, depth)) for key, x in own if not INDEX.fullmatch(key) or key in reads)
+
+
+def _rate(key: str, value: Any, kind: type) -> bool:
+    """Whether it is a rate of dropout, or of stochastic depth, which grows from layer to layer; trials drop nothing."""
+    return type(value) is float and ("drop" in key or (key == "p" and issubclass(kind, _DropoutNd)))
 
 
 def _setting(value: Any, known: dict[int, Any], depth: int = 0) -> Any:

@@ -55,6 +55,17 @@ def test_two_layers_of_each_kind_are_kept_with_their_names(unlike: tuple[int, ..
     assert shortened(Deep(tied=True)) is None and shortened(nn.Linear(2, 2)) is None
 
 
+class Dropping(nn.Module):
+    def __init__(self, rate: float, scale: float) -> None:
+        super().__init__()
+        self.drop_prob, self.scale, self.dropout = rate, scale, nn.Dropout(rate)
+
+
+def test_rates_of_dropout_make_no_kinds():
+    """Trials run without dropout."""
+    assert fingerprint(Dropping(0.1, 1.0)) == fingerprint(Dropping(0.2, 1.0)) != fingerprint(Dropping(0.1, 2.0))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("unlike", [(), (3,), (1,)])
 def test_the_plan_is_that_of_the_whole_model(monkeypatch: pytest.MonkeyPatch, unlike: tuple[int, ...]):
