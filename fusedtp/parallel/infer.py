@@ -104,7 +104,7 @@ def infer(
     if short is not None:
         search = Search(short.model, **options, inputs=inputs, largest=LARGEST_SHORT)
         search.run()
-        if search.concluded and search.lengthen(short):
+        if search.lengthen(short):
             return search.result(model)
     search = Search(model if twin is None else twin, **options, inputs=inputs, largest=LARGEST_MODEL, small=bool(twin))
     search.run()

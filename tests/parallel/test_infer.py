@@ -343,6 +343,13 @@ def test_layers_that_differ_are_named_one_by_one():
     assert plan["h.*.mlp.0"] == "colwise" and "h.1.attn.c_attn" in whole
 
 
+def test_a_pattern_names_no_parameter_that_stays_whole():
+    model = planless.TimmViT()
+    search = Search(model, model, 2, True, {}, 0)
+    search.words = {"blocks.0.gamma": "rowwise", "blocks.0.mlp.fc1": "colwise", "blocks.1.mlp.fc1": "colwise"}
+    assert search.result(model).plan == {"blocks.0.gamma": "rowwise", "blocks.*.mlp.fc1": "colwise"}
+
+
 class Largest(nn.Module):
     """Keep the largest half of each token's features."""
 
