@@ -62,7 +62,8 @@ def _setting(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
     if type(value) in SIMPLE or isinstance(value, Enum):
         return value
     if isinstance(value, Tensor):
-        exact = not value.is_floating_point() and value.numel() <= MANY and not value.is_meta
+        plain = value.layout == torch.strided and not value.is_meta
+        exact = plain and not value.is_floating_point() and value.numel() <= MANY
         return tuple(value.shape), value.dtype, tuple(value.flatten().tolist()) if exact else ()
     if isinstance(value, (tuple, list, dict)) and len(value) > MANY:
         return type(value), len(value)

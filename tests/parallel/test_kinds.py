@@ -1,8 +1,10 @@
 """Layers of one kind: a large model is tried with two of each, and the others get the same words."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from fusedtp.parallel.infer import Search, infer
@@ -64,6 +66,40 @@ class Dropping(nn.Module):
 def test_rates_of_dropout_make_no_kinds():
     """Trials run without dropout."""
     assert fingerprint(Dropping(0.1, 1.0)) == fingerprint(Dropping(0.2, 1.0)) != fingerprint(Dropping(0.1, 2.0))
+
+
+class Holding(nn.Module):
+    """With a buffer and an attribute."""
+
+    held: Tensor
+
+    def __init__(self, buffer: Tensor, attribute: Any = None) -> None:
+        super().__init__()
+        self.register_buffer("held", buffer)
+        self.attribute = attribute
+
+
+def test_what_tells_modules_apart():
+    """Integers in tensors, and what objects hold, also such as lead back to themselves; not floats in tensors."""
+    ones, twos = torch.ones(2, 2, dtype=torch.int64), torch.full((2, 2), 2)
+    loops = [SimpleNamespace(inner=SimpleNamespace(n=n)) for n in (1, 2, 1)]
+    for each in loops:
+        each.inner.outer = each
+    same = [
+        (Holding(ones), Holding(ones.clone())),
+        (Holding(ones.float()), Holding(twos.float())),
+        (Holding(ones.to_sparse()), Holding(ones.to_sparse())),
+        (Holding(ones.to("meta")), Holding(twos.to("meta"))),
+        (Holding(ones, loops[0]), Holding(ones, loops[2])),
+    ]
+    other = [
+        (Holding(ones), Holding(twos)),
+        (Holding(ones, loops[0]), Holding(ones, loops[1])),
+        (Holding(ones, [{"a": 1}]), Holding(ones, [{"a": 2}])),
+        (Holding(ones, torch.float16), Holding(ones, torch.float32)),
+    ]
+    assert all(fingerprint(a) == fingerprint(b) for a, b in same)
+    assert not any(fingerprint(a) == fingerprint(b) for a, b in other)
 
 
 @pytest.mark.slow
