@@ -102,12 +102,14 @@ def infer(
     short = shortened(model) if large and twin is None else None
     options: dict[str, Any] = {"real": model, "world_size": max(world_size, 2), "sequence_parallel": sequence_parallel}
     if short is not None:
-        search = Search(short.model, **options, inputs=inputs, largest=LARGEST_SHORT)
+        search = Search(short.model, **options, inputs=inputs, largest=LARGEST_SHORT, parts=False)
         search.run()
-        if search.lengthen(short):
+        if search.concluded and search.lengthen(short) and not search.wrong(search.words):
             return search.result(model)
     search = Search(model if twin is None else twin, **options, inputs=inputs, largest=LARGEST_MODEL, small=bool(twin))
     search.run()
+    if short is not None:
+        search.drop_wrong()
     return search.result(model)
 
 
@@ -145,6 +147,8 @@ class Search:
     inputs    kind of a module (see kind_of) -> its inputs; they are guessed for modules that are not listed
     largest   number of elements up to which the model is run as a whole
     small     it is the small copy: names of its layers mean nothing in the real model
+    parts     units may return parts, since a trial of the whole model shows what becomes of these; not so with fewer
+              layers, of which the model may use other ones in another way
     """
 
     def __init__(
@@ -156,8 +160,9 @@ class Search:
         inputs: Mapping[Hashable, Inputs],
         largest: int,
         small: bool = False,
+        parts: bool = True,
     ) -> None:
-        self.inputs, self.largest, self.small = inputs, largest, small
+        self.inputs, self.largest, self.small, self.parts = inputs, largest, small, parts
         self.real = dict(real.named_modules())
         self.reals: dict[str, list[nn.Module]] = {}
         for name, module in real.named_modules():
@@ -169,7 +174,7 @@ class Search:
         self.why: dict[str, str] = {}  # linear layer -> why it is not split
         self.known: dict[Any, Verdict] = {}
         self.concluded = False
-        self.parts = True  # units may return parts, since a trial of the whole model shows what becomes of these
+        self.whole: Trial | None = None  # of one forward of all layers
         self.trials: dict[Any, Trial | str] = {}
 
     def run(self) -> None:
@@ -177,9 +182,7 @@ class Search:
         whole = self._search()
         if whole is not None:
             self._conclude(whole)
-            if (
-                not self.concluded
-            ):  # nothing has shown what the model does with what a unit returns of this rank's heads
+            if not self.concluded and self.parts:  # nothing has shown what becomes of the parts
                 self.parts = False
                 self.units, self.words, self.why, self.known = [], {}, {}, {}
                 self.trials.clear()
@@ -535,6 +538,37 @@ class Search:
                     self.why.update(dict.fromkeys(unit.words, f"{bad[unit.name]} is also used outside {unit.name}"))
             self.units = [each for each in self.units if each.name not in bad]
             self.words = {name: word for each in self.units for name, word in each.words.items()}
+
+    def wrong(self, words: Mapping[str, str]) -> str:
+        """What one forward of all layers shows to be wrong with these words; "" if it cannot be run."""
+        elements = sum(p.numel() for p in self.model.parameters())
+        if elements > LARGEST:
+            return ""
+        if self.whole is None:
+            copied, kind = random_copy(self.model), kind_of("", self.real[""])
+            given = self.inputs.get(kind)
+            for inputs in guesses(self.model) if given is None else [given]:
+                try:
+                    self.whole = Trial(
+                        copied, inputs, self.world_size, sequence_parallel=self.sequence_parallel, inside=False,
+                        forward=True,
+                    )  # fmt: skip
+                    break
+                except Exception:  # another guess may do
+                    continue
+        return "" if self.whole is None else self.whole.verdict(words)
+
+    def drop_wrong(self) -> None:
+        """Leave units whole that one forward of all layers shows to be wrong."""
+        if not self.words or not self.wrong(self.words):
+            return
+        self.words = {}
+        for found in self._kinds():
+            fault = self.wrong({**self.words, **found})
+            if fault:
+                self.why.update(dict.fromkeys(found, f"the whole model differs when it is split: {fault}"))
+            else:
+                self.words.update(found)
 
     def lengthen(self, short: Short) -> bool:
         """Give layers that the short copy lacks the words of those of their kind; False if these differ in them."""

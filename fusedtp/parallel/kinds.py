@@ -8,6 +8,7 @@ from functools import cache, partial
 from types import CodeType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -19,7 +20,8 @@ from .trial import sharing
 SIMPLE = (int, float, str, bool, type(None), torch.dtype, torch.device)
 INDEX = re.compile(r".*(idx|index|layer_(id|number)).*")
 OF_TORCH = {"_parameters", "_buffers", "_modules"}
-MANY, DEEP = 1000, 4  # elements of a container, and objects inside objects, that are looked at
+HOOKS = vars(nn.Module()).keys() - OF_TORCH  # among others
+MANY, DEEP = 1000, 8  # elements of a container, and objects and containers inside others, that are looked at
 
 
 def kind_of(name: str, module: nn.Module) -> tuple[Any, ...]:
@@ -34,7 +36,8 @@ def fingerprint(module: nn.Module) -> tuple[Any, ...]:
     known: dict[int, Any] = {}
     for name, each in module.named_modules():
         shapes = [(key, tuple(p.shape)) for key, p in each.named_parameters(recurse=False)]
-        buffers = [(key, _setting(x, known)) for key, x in each.named_buffers(recurse=False)]
+        named = each.named_buffers(recurse=False)  # statistics differ, and do not matter
+        buffers = [(key, (tuple(x.shape),) if x.is_floating_point() else _setting(x, known)) for key, x in named]
         found.append((name, type(each), tuple(shapes), tuple(buffers), _attributes(each, known)))
     return tuple(found)
 
@@ -43,44 +46,55 @@ def _attributes(each: Any, known: dict[int, Any], depth: int = 0) -> tuple[Any, 
     """The settings in the attributes of an object."""
     kind: Any = type(each)
     reads = _reads(kind)
-    own = [(key, x) for key, x in vars(each).items() if key not in OF_TORCH and not _rate(key, x, kind)]
+    own = [(key, _rate(key, x, kind)) for key, x in vars(each).items() if key not in OF_TORCH]
+    own = [(key, list(x.values()) if key in HOOKS and isinstance(x, dict) else x) for key, x in own]  # keys are ids
     return tuple((key, _setting(x, known, depth)) for key, x in own if not INDEX.fullmatch(key) or key in reads)
 
 
-def _rate(key: str, value: Any, kind: type) -> bool:
-    """Whether it is a rate of dropout, or of stochastic depth, which grows from layer to layer; trials drop nothing."""
-    return type(value) is float and ("drop" in key or (key == "p" and issubclass(kind, _DropoutNd)))
+def _rate(key: str, value: Any, kind: type) -> Any:
+    """Of a rate of dropout, or of stochastic depth, which grows from layer to layer, whether it is above zero."""
+    rate = type(value) is float and ("drop" in key or (key == "p" and issubclass(kind, _DropoutNd))) and 0 <= value < 1
+    return value > 0 if rate else value
 
 
 def _setting(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
     """Equal if the attributes of two modules are equal. Of objects such as a config the attributes count, of tensors
-    the shape and, if they are integers, such as a mask or indices, the values. A function with a closure is only equal
-    to itself.
+    the shape and, if they are integers, such as a mask or indices, or one number, the values. A function with a closure
+    and a long container are only equal to themselves.
 
     known   id of an object -> its setting
     """
     if type(value) in SIMPLE or isinstance(value, Enum):
         return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, (slice, range, bytes, complex)):
+        return repr(value)
+    if depth > DEEP:
+        return type(value)
     if isinstance(value, Tensor):
         plain = value.layout == torch.strided and not value.is_meta
-        exact = plain and not value.is_floating_point() and value.numel() <= MANY
-        return tuple(value.shape), value.dtype, tuple(value.flatten().tolist()) if exact else ()
-    if isinstance(value, (tuple, list, dict)) and len(value) > MANY:
-        return type(value), len(value)
+        exact = plain and (value.numel() == 1 or not (value.is_floating_point() or value.is_complex()))
+        return tuple(value.shape), value.dtype, hash(value.cpu().numpy().tobytes()) if exact else ()
+    if isinstance(value, (tuple, list, dict, set, frozenset)) and len(value) > MANY:
+        return id(value)
     if isinstance(value, (tuple, list)):
-        return tuple(_setting(x, known, depth) for x in value)
+        return tuple(_setting(x, known, depth + 1) for x in value)
+    if isinstance(value, (set, frozenset)):
+        return frozenset(_setting(x, known, depth + 1) for x in value)
     if isinstance(value, dict):
-        pairs = value.items()
-        return tuple((key if isinstance(key, str) else "", _setting(x, known, depth)) for key, x in pairs)
+        return tuple((_setting(key, known, depth + 1), _setting(x, known, depth + 1)) for key, x in value.items())
     if isinstance(value, partial):
-        return tuple(_setting(x, known, depth) for x in (value.func, value.args, value.keywords))
+        return tuple(_setting(x, known, depth + 1) for x in (value.func, value.args, value.keywords))
     if isinstance(value, nn.Module):
         return type(value)
     if not callable(value):
         if id(value) not in known:
             known[id(value)] = type(value)  # where it leads back to itself
-            if hasattr(value, "__dict__") and depth < DEEP:
-                known[id(value)] = type(value), _attributes(value, known, depth + 1)
+            slots = [key for kind in type(value).__mro__ for key in getattr(kind, "__slots__", ())]
+            found = _attributes(value, known, depth + 1) if hasattr(value, "__dict__") else ()
+            found += tuple(_setting(getattr(value, key, None), known, depth + 1) for key in slots if key[:2] != "__")
+            known[id(value)] = type(value), found if found or hasattr(value, "__dict__") else id(value)
         return known[id(value)]
     value = getattr(value, "__func__", value)
     closed = getattr(value, "__closure__", None) or getattr(value, "__defaults__", None)
@@ -98,7 +112,7 @@ def _reads(kind: Any) -> frozenset[str]:
     while todo:
         code = todo.pop()
         if isinstance(code, CodeType):
-            found.update(code.co_names)
+            found.update(code.co_names, (each for each in code.co_consts if isinstance(each, str)))  # as for getattr
             todo += code.co_consts
     return frozenset(found)
 
@@ -129,7 +143,7 @@ def shortened(model: nn.Module) -> Short | None:
             alike: dict[Any, list[str]] = {}
             for child, layer in list(children.items()):
                 kept = alike.setdefault(fingerprint(layer), [])
-                if len(kept) < 2:
+                if len(kept) < 2 or not any(layer.children()):  # code may name each of several linear layers
                     kept.append(join(name, child))
                 else:
                     lacks[join(name, child)] = kept
@@ -138,7 +152,10 @@ def shortened(model: nn.Module) -> Short | None:
             visit(join(name, child), layer)
 
     visit("", model)
-    copied: nn.Module = sharing(model)
+    try:
+        copied: nn.Module = sharing(model)
+    except Exception:  # it holds what cannot be copied; its modules may not
+        return None
     for name in lacks:
         inside, _, child = name.rpartition(".")
         del copied.get_submodule(inside)._modules[child]  # so the others keep their names

@@ -288,20 +288,31 @@ def of_config(values: Mapping[str, int]) -> dict[str, int]:
 def view_of(config: Any, values: Mapping[str, int]) -> Any:
     """The same config, but for these attributes: all others are read from it and written to it, now and later.
 
-    Its properties are computed from its own values, such as a width from all heads. Raises TypeError if its class
-    cannot have such a view.
+    Its properties are computed from its own values, such as the width of a head from all heads; but one that is an
+    integer and is divided as these attributes are, such as the width of all heads, from the local values.
+    Raises TypeError if its class cannot have such a view.
     """
     kind = type(config)
+    renamed = getattr(config, "attribute_map", {})  # of transformers: the name in the code -> the one that is stored
+    counts: dict[str, Any] = {renamed.get(name, name): property(partial(_constant, n)) for name, n in values.items()}
+    local, ranks = (
+        _with(config, counts),
+        max((getattr(config, name) // n for name, n in values.items() if n), default=1),
+    )
     members = {name: x for each in reversed(kind.__mro__) for name, x in vars(each).items()}
     own: dict[str, Any] = {
-        name: property(partial(_read, config, name), partial(_write, config, name))
+        name: property(partial(_read, config, local, name, ranks), partial(_write, config, name))
         for name, x in members.items()
         if isinstance(x, property | cached_property)
     }
-    renamed = getattr(config, "attribute_map", {})  # of transformers: the name in the code -> the one that is stored
-    own |= {renamed.get(name, name): property(partial(_constant, n)) for name, n in values.items()}
     own["__deepcopy__"] = lambda self, memo: view_of(deepcopy(config, memo), values)
-    view: Any = object.__new__(type(f"Local{kind.__name__}", (kind,), own))
+    return _with(config, own | counts)
+
+
+def _with(config: Any, members: dict[str, Any]) -> Any:
+    """The config with these members in its class; both have the same attributes."""
+    kind = type(config)
+    view: Any = object.__new__(type(f"Local{kind.__name__}", (kind,), members))
     object.__setattr__(view, "__dict__", config.__dict__)
     return view
 
@@ -310,8 +321,13 @@ def _constant(value: int, view: Any) -> int:
     return value
 
 
-def _read(config: Any, name: str, view: Any) -> Any:
-    return getattr(config, name)
+def _read(config: Any, local: Any, name: str, ranks: int, view: Any) -> Any:
+    """A property, from the local values if that divides it by the number of ranks."""
+    whole = getattr(config, name)
+    if type(whole) is not int or isinstance(getattr(type(config), name), cached_property):
+        return whole
+    own = getattr(local, name)
+    return own if own * ranks == whole else whole
 
 
 def _write(config: Any, name: str, view: Any, value: Any) -> None:
@@ -443,7 +459,7 @@ def heads_faults(named: Mapping[str, Any], styles: Mapping[str, Foreign]) -> lis
         if isinstance(style, OfHeads) and isinstance(around, LocalView):
             module = named[parent_of(name)]
             counts = {each: value_of(module, each) for each in around.attributes if NUMBERS.fullmatch(each)}
-            several = len(set(counts.values())) > 1  # else keys may be counted by nothing
+            several = len({n for each, n in counts.items() if COUNTS_HEADS.fullmatch(each)}) > 1  # keys are counted too
             known = {*counts.values(), 1}
             others = [count for count in style.heads[: None if several else 1] if count not in known]
             if counts and others:

@@ -11,8 +11,8 @@ Weights are random, since a model's own weights may hide a fault (a projection t
 are in fp32 on the CPU. The first run is in evaluation mode. The second is in training mode without dropout, on inputs
 so large that clamps and clips are active. There a softmax saturates, and roundoff may change a small gradient a lot;
 how much is measured by moving the weights by one unit in the last place. Buffers are compared too, and so are tensors
-that modules store as attributes while they run, such as an auxiliary loss. Arguments that the model does not pass are
-not tried.
+with a gradient that modules store as attributes while they run, such as an auxiliary loss. Arguments that the model
+does not pass are not tried.
 """
 
 from __future__ import annotations
@@ -201,6 +201,7 @@ class Run:
     want      its outputs, and what modules store in attributes
     names     of these
     weights   weight of each of these in the sum that backward starts from
+    loose     names that are not compared: modules store random numbers or NaN there
     """
 
     inputs: Inputs
@@ -209,6 +210,7 @@ class Run:
     want: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
+    loose: frozenset[str] = frozenset()
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     input_gradients: list[Tensor] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -224,8 +226,9 @@ class Run:
         """scale: largest value of the whole tensor / largest value of the part that errors are relative to."""
         return max(self.off, scale * self.noise.get(name, 0.0))
 
-    def drawn(self, i: int, x: Tensor) -> Tensor:
-        self.weights.append(torch.randn(x.shape, generator=torch.Generator().manual_seed(2 + i)))
+    def drawn(self, i: int, name: str, x: Tensor) -> Tensor:
+        drawn = torch.randn(x.shape, generator=torch.Generator().manual_seed(2 + i))
+        self.weights.append(torch.zeros_like(x) if name in self.loose else drawn)
         return self.weights[-1]
 
 
@@ -241,28 +244,34 @@ class Trial:
         sequence_parallel: bool,
         parts: bool = False,
         inside: bool = True,
+        forward: bool = False,
     ) -> None:
         """Run the module whole.
 
         parts    outputs besides the first may be only this rank's part (such as attention weights of its heads)
         inside   it is inside a model; a model gathers attention weights that it returns
+        forward  compare only what one forward without autograd returns
 
-        What modules store may be this rank's part anyway. Raises what the module raises, and ValueError if its output
-        has no finite values, or some that are not numbers.
+        What modules of a model store may be this rank's part anyway. Raises what the module raises, and ValueError if
+        its output has no finite values, or some that are not numbers.
         """
         self.module, self.world_size = module, world_size
-        self.sequence_parallel, self.parts, self.inside = sequence_parallel, parts, inside
+        self.sequence_parallel, self.parts, self.inside, self.forward = sequence_parallel, parts, inside, forward
         self.runs = [self._whole(Run(inputs, False, OFF))]
         if not all(map(_tells, self.runs[0].want[:1])):
             raise ValueError("its output is not finite when it runs alone with random weights")
+        if forward:
+            return
         loud = Run(inputs.loud(), True, 10 * OFF)
         try:
             found, again = self._whole(loud), self._whole(replace(loud, weights=[], decisions=Decisions()))
         except Exception:  # it does not run alone in training mode
             return
-        pairs = list(zip(found.want, again.want, strict=True))
-        if all(_tells(a) and not _off("", a, b) for a, b in pairs):  # else it draws random numbers
-            self.runs.append(found)
+        pairs = zip(found.names, found.want, again.want, strict=True)
+        vague = frozenset(name for name, a, b in pairs if not _tells(a) or _off("", a, b))
+        if all(name.startswith(STORED) for name in vague):  # else it draws random numbers
+            loose = replace(loud, weights=[], decisions=Decisions(), loose=vague)
+            self.runs.append(self._whole(loose) if vague else found)
 
     def _noise(self, run: Run) -> dict[str, float]:
         noise: dict[str, float] = {}
@@ -289,6 +298,10 @@ class Trial:
                 if parameter.is_floating_point():
                     noise = torch.empty(parameter.shape).normal_(generator=generator)
                     parameter.data = parameter.data * (1 + torch.finfo(torch.float32).eps * noise)
+        if self.forward:
+            with torch.no_grad():
+                run.names, run.want = _results(whole, run.inputs.fresh())
+            return run
         with run.decisions:
             run.names, run.want, run.input_gradients = _run(whole, run.inputs, run.drawn)
         run.gradients = {name: p.grad for name, p in whole.named_parameters()}
@@ -352,8 +365,11 @@ class Trial:
             split._fusedtp.maps = False
         if self.sequence_parallel:
             split.shares = (communicator(group).name, rank, self.world_size)
+        if self.forward:
+            with torch.no_grad():
+                return self._outputs(run, *_results(split, run.inputs.fresh()), rank)
         with Decisions() as decisions:
-            names, got, input_gradients = _run(split, run.inputs, lambda i, x: self._weights(run, i, x, rank))
+            names, got, input_gradients = _run(split, run.inputs, lambda i, _, x: self._weights(run, i, x, rank))
         fault = self._outputs(run, names, got, rank) or self._gradients(run, split, ways, rank)
         fault = fault or decisions.differ(run.decisions)
         for i, (a, b) in enumerate(zip(input_gradients, run.input_gradients, strict=True)):
@@ -367,15 +383,18 @@ class Trial:
         if run.trains:
             return fault
         with torch.no_grad():
-            again = _results(split, run.inputs.fresh())
-        return fault or self._outputs(run, *again, rank)
+            again = _results(split, run.inputs.fresh())  # on every rank: the others wait for this one
+            return fault or self._outputs(run, *again, rank)
 
     def _outputs(self, run: Run, names: list[str], got: list[Tensor], rank: int) -> str:
-        if names != run.names:
-            return f"it returns and stores {len(names)} tensors instead of {len(run.names)}"
-        for i, (name, a, b) in enumerate(zip(names, got, run.want, strict=True)):
+        wanted = run.names
+        if not torch.is_grad_enabled():  # so nothing that is stored depends on weights
+            wanted = [each for each in wanted if not each.startswith(STORED)]
+        if names != wanted:
+            return f"it returns and stores {len(names)} tensors instead of {len(wanted)}"
+        for i, (name, a, b) in enumerate(zip(names, got, run.want)):
             fault = _off(name, a, self._part(i, run, a, b, rank), bound=run.bound(name))
-            if fault:
+            if fault and name not in run.loose:
                 return fault
         return ""
 
@@ -386,7 +405,7 @@ class Trial:
 
     def _part(self, i: int, run: Run, got: Tensor, want: Tensor, rank: int) -> Tensor:
         """The part that a rank is allowed to have of the output or attribute number i."""
-        stored = run.names[i].startswith(STORED)
+        stored = run.names[i].startswith(STORED) and not self.inside  # and the model has not been off
         if i == 0 or got.dim() != want.dim() or not (self.parts or stored):
             return want
         dims = [i for i, (a, b) in enumerate(zip(got.shape, want.shape, strict=True)) if a != b]
@@ -412,13 +431,13 @@ class Trial:
 
 
 def _run(
-    module: Call, inputs: Inputs, weights: Callable[[int, Tensor], Tensor]
+    module: Call, inputs: Inputs, weights: Callable[[int, str, Tensor], Tensor]
 ) -> tuple[list[str], list[Tensor], list[Tensor]]:
     """As _results, and gradients of inputs, after a backward through all of these."""
     fresh = inputs.fresh()
     with torch.enable_grad():
         names, found = _results(module, fresh)
-        counted = [(x, weights(i, x)) for i, x in enumerate(found)]
+        counted = [(x, weights(i, name, x)) for i, (name, x) in enumerate(zip(names, found, strict=True))]
         loss = sum((x.masked_fill(~x.isfinite(), 0.0) * weight).sum() for x, weight in counted if x.requires_grad)
     if isinstance(loss, Tensor):
         loss.backward()
@@ -426,8 +445,8 @@ def _run(
 
 
 def _results(module: Call, inputs: Inputs) -> tuple[list[str], list[Tensor]]:
-    """Names and values of what a call returns, and of what modules store in it; all that is floating-point, as whole
-    tensors. Raises ValueError if it returns nothing of that kind."""
+    """Names and values of what a call returns, and of what modules store in it with a gradient; all that is
+    floating-point, as whole tensors. Raises ValueError if it returns nothing of that kind."""
     before = [x for _, x in _attributes(module)]
     outputs = module(*inputs.args, **inputs.kwargs)
     found = _floats(outputs) or _floats(getattr(outputs, "__dict__", {}))  # of a class that pytree does not know
@@ -443,7 +462,7 @@ def _results(module: Call, inputs: Inputs) -> tuple[list[str], list[Tensor]]:
 
 
 def _attributes(module: Call) -> list[tuple[str, Tensor]]:
-    """Floating-point tensors in attributes of the modules inside, other than parameters and buffers."""
+    """Tensors that depend on weights, in attributes of the modules inside; not views of parameters."""
     torchs = vars(nn.Module()).keys()
     return [
         (f"{name}.{key}".lstrip("."), x)
@@ -451,7 +470,7 @@ def _attributes(module: Call) -> list[tuple[str, Tensor]]:
         for key, value in vars(each).items()
         if key not in torchs and isinstance(value, Tensor | list | tuple | dict)
         for x in tree_leaves(value)
-        if isinstance(x, Tensor) and x.is_floating_point()
+        if isinstance(x, Tensor) and x.grad_fn is not None and (x._base is None or not x._base.is_leaf)
     ]
 
 

@@ -642,6 +642,12 @@ def observed(mlp: Hidden, h: Tensor) -> Tensor:
     return h
 
 
+def normalized_and_marked(mlp: Any, h: Tensor) -> Tensor:
+    """What is stored says nothing: other numbers each time in training, and one that is none."""
+    mlp.marks = (h.sum() * torch.rand(()) if mlp.training else h.sum() * 0, torch.tensor(torch.nan))
+    return normalized_in_training(mlp, h)
+
+
 def averaged(mlp: Any, h: Tensor) -> Tensor:
     mlp.loss = h.mean()
     return h
@@ -654,6 +660,7 @@ def averaged(mlp: Any, h: Tensor) -> Tensor:
         (normalized_in_training, "training mode"),
         (normalized_and_dropped_in_training, "training mode"),
         (observed, "amax is off"),
+        (normalized_and_marked, "training mode"),
         (averaged, "the attribute loss is off"),
     ],
 )
@@ -670,7 +677,17 @@ def drawn(mlp: Hidden, h: Tensor) -> Tensor:
     return h * torch.rand(h.shape[:-1]).unsqueeze(-1) if mlp.training else h
 
 
-@pytest.mark.parametrize("change", [dropped, drawn])
+def remembered(mlp: Any, h: Tensor) -> Tensor:
+    """A table made by the first call, a count, statistics, a view of a weight: nothing has a gradient but the view."""
+    if not hasattr(mlp, "table"):
+        mlp.table, mlp.calls, mlp.largest = torch.arange(3.0), torch.zeros(()), 0.0
+    mlp.calls = mlp.calls + 1
+    mlp.largest = 0.9 * mlp.largest + 0.1 * h.detach().abs().max()
+    mlp.flat = mlp.down.weight.view(-1)
+    return h
+
+
+@pytest.mark.parametrize("change", [dropped, drawn, remembered])
 def test_what_training_draws_does_not_hinder(change: Callable[[Any, Tensor], Tensor]):
     assert infer(Hidden(change), 2).plan == {"up": "colwise", "down": "rowwise"}
 
@@ -729,7 +746,7 @@ def test_outputs_and_parameters_of_unusual_kinds():
 
 
 def test_a_model_whose_units_run_and_whose_output_does_not_compare():
-    found = infer(nn.Sequential(OrderedDict(mlp=Hidden(kept), end=Words())), 2)
+    found = infer(nn.Sequential(OrderedDict(mlp=Hidden(dropped), end=Words())), 2)
     assert found.plan == {"mlp.up": "colwise", "mlp.down": "rowwise"} and "proved alone" in found.whole[""]
 
 

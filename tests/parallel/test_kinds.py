@@ -1,8 +1,10 @@
 """Layers of one kind: a large model is tried with two of each, and the others get the same words."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,6 +68,14 @@ class Dropping(nn.Module):
 def test_rates_of_dropout_make_no_kinds():
     """Trials run without dropout."""
     assert fingerprint(Dropping(0.1, 1.0)) == fingerprint(Dropping(0.2, 1.0)) != fingerprint(Dropping(0.1, 2.0))
+    assert fingerprint(Dropping(0.0, 1.0)) != fingerprint(Dropping(0.1, 1.0))
+
+
+class Slots:
+    __slots__ = ("n",)
+
+    def __init__(self, n: int) -> None:
+        self.n = n
 
 
 class Holding(nn.Module):
@@ -91,12 +101,21 @@ def test_what_tells_modules_apart():
         (Holding(ones.to_sparse()), Holding(ones.to_sparse())),
         (Holding(ones.to("meta")), Holding(twos.to("meta"))),
         (Holding(ones, loops[0]), Holding(ones, loops[2])),
+        (Holding(ones, Slots(1)), Holding(ones, Slots(1))),
     ]
     other = [
         (Holding(ones), Holding(twos)),
         (Holding(ones, loops[0]), Holding(ones, loops[1])),
         (Holding(ones, [{"a": 1}]), Holding(ones, [{"a": 2}])),
         (Holding(ones, torch.float16), Holding(ones, torch.float32)),
+        (Holding(ones, {"a", "b"}), Holding(ones, {"a"})),
+        (Holding(ones, {1: 2}), Holding(ones, {3: 2})),
+        (Holding(ones, Slots(1)), Holding(ones, Slots(2))),
+        (Holding(ones, slice(1)), Holding(ones, slice(2))),
+        (Holding(ones, threading.Lock()), Holding(ones, threading.Lock())),
+        (Holding(ones, np.int64(1)), Holding(ones, np.int64(2))),
+        (Holding(ones, torch.tensor(1.5)), Holding(ones, torch.tensor(2.5))),
+        (Holding(ones, [1] * 2000), Holding(ones, [1] * 1999 + [2])),
     ]
     assert all(fingerprint(a) == fingerprint(b) for a, b in same)
     assert not any(fingerprint(a) == fingerprint(b) for a, b in other)
@@ -117,6 +136,42 @@ def test_the_plan_is_that_of_the_whole_model(monkeypatch: pytest.MonkeyPatch, un
     monkeypatch.setattr(Search, "__init__", counted)
     monkeypatch.setattr("fusedtp.parallel.infer.LARGEST_MODEL", 0)
     assert infer(Deep(unlike), 2) == want and sizes == [4 + len(unlike)]
+
+
+class Fourth(Deep):
+    """What it does with a layer depends on its number."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.wte(ids)
+        for i, block in enumerate(block for stage in self.stages for block in stage):
+            x = block(x) + (x.roll(1, -1) * len(block.mlp.fc1.weight) if i == 3 else 0.0)
+        return self.head(x)
+
+
+@pytest.mark.slow
+def test_one_forward_of_all_layers_shows_what_two_do_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fusedtp.parallel.infer.LARGEST_MODEL", 0)
+    found = infer(Fourth(), 2)
+    assert found.plan["stages.*.*.attn.qkv"] == "packed_colwise_3"
+    assert "the whole model differs" in found.whole["stages.*.*.mlp.fc1"]
+
+
+class FourLinears(nn.Module):
+    """Attention with its projections in a list, as in The Annotated Transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(planless.WIDTH, planless.WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in list(self.linears)[:3])
+        return self.linears[-1](nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_lists_of_linear_layers_stay_as_they_are():
+    model = nn.Sequential(*(FourLinears() for _ in range(5)))
+    short = shortened(model)
+    assert short is not None and [len(each.linears) for each in short.model] == [4, 4]
 
 
 class Numbered(nn.Module):

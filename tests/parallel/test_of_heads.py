@@ -38,6 +38,10 @@ class Config:
     def scale(self) -> float:
         return float(self.heads) ** -0.5
 
+    @property
+    def twice(self) -> int:
+        return 2 * self.heads
+
     @cached_property
     def shift(self) -> float:
         return 1.0 / self.heads
@@ -63,7 +67,9 @@ class Attention(nn.Module):
         heads, few = numbers.heads, numbers.few_heads
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.each)).transpose(1, 2).split((heads, few, few), dim=1)
         q = q if self.temperature is None else q * self.temperature
-        q = q * self.config.scale + self.config.shift if self.more == "computed" else q
+        if self.more == "computed":
+            q = q * self.config.scale + self.config.shift
+            q = q.unflatten(1, (self.config.twice // 2 if heads is self.config.heads else heads, -1)).flatten(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         z: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return z
