@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -98,8 +98,8 @@ def infer(
         return Inferred({}, {name: (computed(m) or [own.format(type(m).__name__)])[0] for name, m in others.items()})
     twin = small_copy(model) if example is None else None
     inputs = {} if example is None else recorded(model, Inputs((), dict(example)), kind_of)
-    large = sum(p.numel() for p in model.parameters()) > LARGEST_MODEL
-    short = shortened(model) if large and twin is None else None
+    large = twin is None and sum(p.numel() for p in model.parameters()) > LARGEST_MODEL
+    short = shortened(model) if large else None
     options: dict[str, Any] = {"real": model, "world_size": max(world_size, 2), "sequence_parallel": sequence_parallel}
     if short is not None:
         search = Search(short.model, **options, inputs=inputs, largest=LARGEST_SHORT, parts=False)
@@ -108,7 +108,7 @@ def infer(
             return search.result(model)
     search = Search(model if twin is None else twin, **options, inputs=inputs, largest=LARGEST_MODEL, small=bool(twin))
     search.run()
-    if short is not None:
+    if large:
         search.drop_wrong()
     return search.result(model)
 
@@ -503,13 +503,7 @@ class Search:
             self.words = every
             return
         if self.words and trial.verdict(self.words):
-            self.words = {}
-            for found in self._kinds():
-                fault = trial.verdict({**self.words, **found})
-                if fault:
-                    self.why.update(dict.fromkeys(found, f"the whole model differs when it is split: {fault}"))
-                else:
-                    self.words.update(found)
+            self._keep_right(trial.verdict)
         if not self.words:
             return
         for tried in (ends, *({name: word} for name, word in ends.items())):
@@ -560,11 +554,14 @@ class Search:
 
     def drop_wrong(self) -> None:
         """Leave units whole that one forward of all layers shows to be wrong."""
-        if not self.words or not self.wrong(self.words):
-            return
+        if self.words and self.wrong(self.words):
+            self._keep_right(self.wrong)
+
+    def _keep_right(self, fault_of: Callable[[Mapping[str, str]], str]) -> None:
+        """Add units kind by kind, and leave those whole with which the whole model has a fault."""
         self.words = {}
         for found in self._kinds():
-            fault = self.wrong({**self.words, **found})
+            fault = fault_of({**self.words, **found})
             if fault:
                 self.why.update(dict.fromkeys(found, f"the whole model differs when it is split: {fault}"))
             else:

@@ -455,9 +455,9 @@ def _results(module: Call, inputs: Inputs) -> tuple[list[str], list[Tensor]]:
     names = [f"output {i}" for i in range(len(found))]
     old = set(map(id, before))
     for name, x in _attributes(module):
-        if id(x) not in old:
-            names.append(STORED + name)
-            found += _floats(x)
+        own = [] if id(x) in old else _floats(x)
+        names += [STORED + name] * len(own)
+        found += own
     return names, found
 
 
