@@ -73,9 +73,7 @@ def _setting(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
     if depth > DEEP:
         return type(value)
     if isinstance(value, Tensor):
-        plain = value.layout == torch.strided and not value.is_meta
-        exact = plain and (value.numel() == 1 or not (value.is_floating_point() or value.is_complex()))
-        return tuple(value.shape), value.dtype, hash(value.cpu().numpy().tobytes()) if exact else ()
+        return tuple(value.shape), value.dtype, _values(value.detach())
     if isinstance(value, (tuple, list, dict, set, frozenset)) and len(value) > MANY:
         return id(value)
     if isinstance(value, (tuple, list)):
@@ -91,14 +89,27 @@ def _setting(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
     if not callable(value):
         if id(value) not in known:
             known[id(value)] = type(value)  # where it leads back to itself
-            slots = [key for kind in type(value).__mro__ for key in getattr(kind, "__slots__", ())]
             found = _attributes(value, known, depth + 1) if hasattr(value, "__dict__") else ()
-            found += tuple(_setting(getattr(value, key, None), known, depth + 1) for key in slots if key[:2] != "__")
+            found += tuple(_setting(getattr(value, key, None), known, depth + 1) for key in _slots(type(value)))
             known[id(value)] = type(value), found if found or hasattr(value, "__dict__") else id(value)
         return known[id(value)]
     value = getattr(value, "__func__", value)
     closed = getattr(value, "__closure__", None) or getattr(value, "__defaults__", None)
     return id(value) if closed else getattr(value, "__code__", id(value))
+
+
+def _values(x: Tensor) -> Any:
+    """Of integers, and of one number."""
+    if x.layout != torch.strided or x.is_meta or x.is_complex():
+        return ()
+    if x.is_floating_point():
+        return float(x) if x.numel() == 1 else ()
+    return hash(x.cpu().numpy().tobytes())
+
+
+def _slots(kind: type) -> list[str]:
+    found = [vars(each).get("__slots__", ()) for each in kind.__mro__]
+    return [key for keys in found for key in ([keys] if isinstance(keys, str) else keys) if not key.startswith("__")]
 
 
 @cache

@@ -72,7 +72,7 @@ def test_rates_of_dropout_make_no_kinds():
 
 
 class Slots:
-    __slots__ = ("n",)
+    __slots__ = "n"
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -92,6 +92,7 @@ class Holding(nn.Module):
 def test_what_tells_modules_apart():
     """Integers in tensors, and what objects hold, also such as lead back to themselves; not floats in tensors."""
     ones, twos = torch.ones(2, 2, dtype=torch.int64), torch.full((2, 2), 2)
+    half = torch.tensor(1.5, dtype=torch.bfloat16, requires_grad=True)  # as a loss that the last forward stored
     loops = [SimpleNamespace(inner=SimpleNamespace(n=n)) for n in (1, 2, 1)]
     for each in loops:
         each.inner.outer = each
@@ -102,6 +103,7 @@ def test_what_tells_modules_apart():
         (Holding(ones.to("meta")), Holding(twos.to("meta"))),
         (Holding(ones, loops[0]), Holding(ones, loops[2])),
         (Holding(ones, Slots(1)), Holding(ones, Slots(1))),
+        (Holding(ones, half), Holding(ones, half.detach().clone())),
     ]
     other = [
         (Holding(ones), Holding(twos)),
