@@ -295,10 +295,8 @@ def view_of(config: Any, values: Mapping[str, int]) -> Any:
     kind = type(config)
     renamed = getattr(config, "attribute_map", {})  # of transformers: the name in the code -> the one that is stored
     counts: dict[str, Any] = {renamed.get(name, name): property(partial(_constant, n)) for name, n in values.items()}
-    local, ranks = (
-        _with(config, counts),
-        max((getattr(config, name) // n for name, n in values.items() if n), default=1),
-    )
+    local = _with(config, counts)
+    ranks = max((getattr(config, name) // n for name, n in values.items() if n), default=1)
     members = {name: x for each in reversed(kind.__mro__) for name, x in vars(each).items()}
     own: dict[str, Any] = {
         name: property(partial(_read, config, local, name, ranks), partial(_write, config, name))
