@@ -117,16 +117,19 @@ def _binder(kernel: Any, gpu: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def environment(apart: str = "") -> Iterator[None]:
-    """While entered: FP fusion as in every supported Triton's default, and a private cache for this checkout.
+    """While entered: this Triton's default of FP fusion, unless told otherwise, and a private cache for this checkout.
 
     Triton's cache identifies a kernel by its text, not its path, so an entry of another checkout would name that
     checkout's files. `apart` distinguishes further entries.
     """
+    from triton import knobs
+
+    fuses = str(int(getattr(knobs.language, "default_fp_fusion", True)))  # named, it gives no warning
     given = os.environ.get("TRITON_CACHE_DIR")
     whole = Path(given) if given else Path.home() / ".triton" / "cache"
     chosen = {
         "TRITON_CACHE_DIR": str(whole / ("fusedtp-" + hashlib.sha256(f"{__file__} {apart}".encode()).hexdigest()[:16])),
-        "TRITON_DEFAULT_FP_FUSION": os.environ.get("TRITON_DEFAULT_FP_FUSION", "1"),
+        "TRITON_DEFAULT_FP_FUSION": os.environ.get("TRITON_DEFAULT_FP_FUSION", fuses),
     }
     before = {name: os.environ.get(name) for name in chosen}
     os.environ.update(chosen)

@@ -54,7 +54,8 @@ class Launch:
 
     @cached_property
     def options(self) -> dict[str, int]:
-        chosen = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
+        """Compiler options. FP fusion is among them because Triton's default changes: off from 3.10 on."""
+        chosen = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages, "enable_fp_fusion": True}
         if self.config.max_registers:  # an option that only the CUDA backend has
             chosen["maxnreg"] = self.config.max_registers
         return chosen

@@ -163,7 +163,8 @@ def test_what_a_table_says_is_launched(empty: Path):
     x, w = torch.empty(32, 16), torch.empty(64, 16)
     launch = plan_all_gather_matmul(_view(2), 0, 2, x, [w], [None], Rows((32, 32)), 1, False, None, H200)[0]
     want = Config(**values, chunk=7, send_programs=5, other_programs=H200.programs - 5)
-    assert launch.config == want and launch.options == {"num_warps": 4, "num_stages": 3, "maxnreg": 128}
+    assert launch.config == want
+    assert launch.options == {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True, "maxnreg": 128}
     assert launch.args["chunk_rows"] == 7 and launch.args["GROUP"] == 3
     given = Config(16, 16, 16)
     assert (
