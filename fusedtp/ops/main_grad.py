@@ -12,8 +12,8 @@ parameter has 16 bits. `.grad` then stays None, and a training loop reads `main_
     under torch.compile          raises: a compiled graph cannot add to a tensor that is not its input
 
 If every rank holds a weight but multiplies only a part of it, dw is first summed over ranks, in fp32. The operations
-themselves (fusedtp.all_gather_matmul ...) honour main_grad only on their weights; the layers of fusedtp.parallel on
-every parameter. Modules that are not parallel are plain torch and ignore it.
+themselves (fusedtp.all_gather_matmul ...) honour main_grad only on their weights; the layers of fusedtp.parallel, and
+all modules of a third-party model that is split, on every parameter. Modules that are not parallel ignore it.
 """
 
 from __future__ import annotations

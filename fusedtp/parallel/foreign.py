@@ -52,8 +52,16 @@ from fusedtp.ops.tokens import (
 
 from .agree import check_draws, named_leaves
 from .attention_maps import gather_maps
-from .layers import ColumnParallel, RowParallel, VocabParallel, draws_in_part, draws_in_whole
-from .placement import is_compiled, is_replicated, local, opened, read
+from .layers import (
+    ColumnParallel,
+    RowParallel,
+    VocabParallel,
+    accumulated,
+    draws_in_part,
+    draws_in_whole,
+    with_reduced_grad,
+)
+from .placement import is_compiled, is_replicated, opened
 from .question import Question, precision
 from .siblings import Siblings, in_autocast, project_all
 from .table_rows import Table, as_parameter
@@ -211,14 +219,14 @@ class Own:
     def read(self, name: str, parameter: Tensor) -> Tensor:
         """The parameter as a plain tensor, its gradient summed over ranks if it is partial."""
         if name in self.sharded:
-            return local(parameter)
+            return accumulated(parameter)
         if name in self.divided:
-            divided_by: Tensor = _Divided.apply(local(parameter), self.world_size)
+            divided_by: Tensor = _Divided.apply(accumulated(parameter), self.world_size)
             return divided_by
         seen = self.seen
         if self.partial or seen.inputs.differ or (name in seen.gradients and seen.gradients[name].differ):
-            return read(parameter, self.members)
-        own = local(parameter)
+            return with_reduced_grad(parameter, self.members)
+        own = accumulated(parameter)
         whole = is_replicated(parameter) or not isinstance(parameter, DTensor)  # virtual ranks have plain ones
         asked = whole and (seen.asking or (self.splits and self.world_size > 1 and self._unanswered(name)))
         if asked and own.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -310,7 +318,7 @@ def own_embedding(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
         with as_parameter(self):
             return own_embedding(self, input, *args, **kwargs)
     begin = sum(split(self.num_embeddings, at.world_size)[: at.rank])
-    weight = local(self.weight)
+    weight = accumulated(self.weight)
     count = weight.shape[0]
     mine = (input >= begin) & (input < begin + count)
     padding = self.padding_idx
@@ -328,7 +336,7 @@ def own_embedding(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
 def embedding_columns(self: Any, input: Tensor) -> Tensor:
     """The forward of an embedding split over its features, which are then gathered on all ranks."""
     at: Vocabulary = self.parallel
-    y = F.embedding(input, local(self.weight), self.padding_idx)
+    y = F.embedding(input, accumulated(self.weight), self.padding_idx)
     widths = split(self.embedding_dim, at.world_size)
     return gather_tokens(y.movedim(-1, 0), at.group, widths, at.layer).movedim(0, -1)
 
@@ -418,7 +426,7 @@ def each_token(self: Any, x: TokenShard) -> TokenShard:
     try:
         for name, parameter in kept.items():
             if parameter is not None:
-                parameters[name] = read(parameter, at.members)
+                parameters[name] = with_reduced_grad(parameter, at.members)
         y = at.alike(self, rows)
     finally:
         parameters.update(kept)
@@ -525,7 +533,7 @@ def plain_parameters(module: Any) -> Iterator[None]:
                     if parameter is None or (each is not module and not _is_on_one_mesh(parameter)):
                         continue  # a child that FSDP2 still keeps sharded
                     kept.append((each._parameters, name, parameter))
-                    each._parameters[name] = at.read(name, parameter) if each is module else local(parameter)
+                    each._parameters[name] = at.read(name, parameter) if each is module else accumulated(parameter)
             yield
         finally:
             for parameters, name, parameter in kept:

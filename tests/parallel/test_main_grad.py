@@ -16,6 +16,8 @@ from fusedtp.ops.rows import split
 from fusedtp.parallel import FusedColwise, FusedEmbedding, FusedRowwise, Replicated
 from tests.engines import ENGINES
 from tests.harness import world
+from tests.parallel.hf.families import model_of
+from tests.parallel.hf.parity import batch, full
 from tests.parallel.support import tp_mesh
 
 T, K, N = 37, 6, 8
@@ -207,6 +209,34 @@ def others(group) -> None:
 
 def test_norms_biases_and_embeddings_add_what_autograd_made():
     world(2).run(others)
+
+
+# -- models of others -------------------------------------------------------------------------------------------------
+
+
+def whole_model(group, family: str) -> dict[str, float]:
+    """Parameter -> how far main_grad, in fp64, is from .grad of the same model without it, of the largest |.grad|."""
+    inputs, found = batch((2, 5)), {}
+    with_grad, with_main = (fusedtp.parallelize(model_of(family), tp_mesh(group), prove=False) for _ in "ab")
+    for parameter in with_main.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float64)
+    for model in (with_grad, with_main):
+        twice(lambda model=model: model(**inputs).loss)
+    for (name, parameter), expected in zip(with_main.named_parameters(), with_grad.parameters(), strict=True):
+        assert parameter.grad is None, f"{name}: .grad must stay None"
+        if expected.grad is None:
+            assert not full(parameter.main_grad).any(), f"{name}: no gradient, but a main_grad"
+            continue
+        want = full(expected.grad)
+        found[name] = float((full(parameter.main_grad) - want).abs().max() / want.abs().max().clamp_min(1e-30))
+    return found
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "qwen3_moe"])
+def test_every_parameter_of_a_split_model_adds_to_its_main_grad(family):
+    for found in world(2).run(whole_model, family, timeout=120):
+        assert len(found) > 10
+        assert all(off <= 4 * 2.0**-24 for off in found.values()), found  # .grad is rounded to fp32
 
 
 # -- compiled ---------------------------------------------------------------------------------------------------------
