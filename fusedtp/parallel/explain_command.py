@@ -5,9 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import Any
 
 import torch
 
+HEADS = (
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForImageTextToText",
+    "AutoModelForCausalLM",
+    "AutoModelForMaskedLM",
+    "AutoModel",
+)
 MODEL = "a hub name, a folder, a config.json, or a model type"
 
 
@@ -41,17 +50,17 @@ def main(argv: list[str]) -> int:
 
 def explained(name: str, ranks: int, tokens: int, sequence_parallel: bool) -> str:
     """The table, see main. Raises ValueError if the model cannot be split this way, OSError if it does not exist."""
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     from fusedtp.comm import VirtualGroup, VirtualWorld
 
     from .explain import explain
     from .parallelize import parallelize
+    from .pretrained import build_on_meta
 
     known = name in CONFIG_MAPPING and not os.path.exists(name)
     config = CONFIG_MAPPING[name]() if known else AutoConfig.from_pretrained(name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = build_on_meta(class_of(config), config, torch.float32)
 
     def one(group: VirtualGroup) -> str:
         import copy
@@ -61,3 +70,16 @@ def explained(name: str, ranks: int, tokens: int, sequence_parallel: bool) -> st
 
     split: str = VirtualWorld(ranks).run(one)[0]
     return f"{type(model).__name__} over {ranks} ranks, as this machine would run it\n{split}"
+
+
+def class_of(config: Any) -> Any:
+    """The model class of a config: what it names, or else the first head that transformers has for its type."""
+    import transformers
+
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    for auto in HEADS:
+        if type(config) in getattr(transformers, auto)._model_mapping:
+            return getattr(transformers, auto)
+    raise ValueError(f"transformers has no model of type {config.model_type!r}")
