@@ -166,6 +166,14 @@ class Known:
         clock[GENERIC, self.first + threads] = self.over()
         return clock
 
+    def made(self, source: Source) -> bool:
+        """Whether a source is this program, in whichever scope."""
+        return source[:2] == self.scoped["cta"][:2]
+
+    def got(self, place: int) -> list[tuple[Source, Clock]]:
+        """The clocks that the values carried which its threads read of a word."""
+        return [pair for words in self.pending.values() for pair in words.get(place, {}).items()]
+
     def over(self) -> int:
         """End the current tick and return it; later accesses get a later tick."""
         self.slot.tick += 1

@@ -335,6 +335,86 @@ def test_a_race_names_all_elements_that_it_concerns() -> None:
     assert [(a.first, a.last) for a in caught.value.fault.accesses] == [((0,), (7,))] * 2
 
 
+JOIN, FENCE = "bar.sync 0;", "fence.acq_rel.sys;"
+FENCES: dict[str, tuple[str, str, str]] = {  # before the flag is set, after it was seen, the cause
+    "right": (f"{JOIN} {FENCE}", f"{FENCE} {JOIN}", ""),
+    "sender does not join": (FENCE, f"{FENCE} {JOIN}", "before that fence joins both threads"),
+    "sender joins too late": (f"{FENCE} {JOIN}", f"{FENCE} {JOIN}", "before that fence joins both threads"),
+    "sender does not fence": (JOIN, f"{FENCE} {JOIN}", "does not release what came before it"),
+    "sender's fence is near": (
+        f"{JOIN} fence.acq_rel.gpu;",
+        f"{FENCE} {JOIN}",
+        "the scopes of the fence before the store",
+    ),
+    "reader does not fence": (f"{JOIN} {FENCE}", JOIN, "does not acquire what it saw, nor does a fence after it"),
+    "reader's fence is near": (f"{JOIN} {FENCE}", f"fence.acq_rel.gpu; {JOIN}", "nor does a fence after it"),
+    "reader does not join": (f"{JOIN} {FENCE}", FENCE, "no barrier after that fence joins the others"),
+    "reader joins too early": (f"{JOIN} {FENCE}", f"{JOIN} {FENCE}", "no barrier after that fence joins the others"),
+}
+
+
+@pytest.mark.parametrize("everyone", [True, False], ids=["all threads", "thread 0"])
+@pytest.mark.parametrize("name", FENCES)
+def test_the_cause_of_a_race_tells_a_missing_fence_from_a_missing_barrier(name: str, everyone: bool) -> None:
+    """64 threads of a rank store and raise a flag by relaxed stores; thread 0 of another rank waits for it."""
+    before, after, cause = FENCES[name]
+    own = "mad.wide.u32 %rd8, %r0, 4, %rd0;"
+    first = "setp.ne.b32 %p1, %r0, 0;"
+    sets = f"{own} st.global.b32 [%rd8], 1; {before} {'' if everyone else f'{first} @%p1 ret;'} {st('%rd1', 1)}"
+    waits = f"{first} @%p1 bra $over; $L: {ld('%r3', '%rd1')} setp.eq.b32 %p3, %r3, 0; @%p3 bra $L; $over:"
+    reads = f"{own} {waits} {after} ld.global.b32 %r10, [%rd8];"
+    for seed in range(4):
+        data, flag = torch.zeros(64, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        work = [[Launch(Text(text, 2, 64), 1, dict(data=data, flag=flag))] for text in (sets, reads)]
+        if not cause:
+            run_all(work, seed=seed, weak=True, fine=seed % 2 == 1)
+            continue
+        with pytest.raises(SimulationFault) as caught:
+            run_all(work, seed=seed)
+        assert cause in caught.value.fault.cause
+
+
+def test_a_fence_before_the_data_releases_nothing_of_it() -> None:
+    own = "mad.wide.u32 %rd8, %r0, 4, %rd0;"
+    sets = f"{own} {FENCE} st.global.b32 [%rd8], 1; {JOIN} setp.ne.b32 %p1, %r0, 0; @%p1 ret; {st('%rd1', 1)}"
+    reads = (
+        f"{own} $L: {ld('%r3', '%rd1', 'acquire')} setp.eq.b32 %p3, %r3, 0; @%p3 bra $L; ld.global.b32 %r10, [%rd8];"
+    )
+    data, flag = torch.zeros(64, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    work = [[Launch(Text(text, 2, 64), 1, dict(data=data, flag=flag))] for text in (sets, reads)]
+    with pytest.raises(SimulationFault) as caught:
+        run_all(work)
+    assert "does not release what came before it" in caught.value.fault.cause
+
+
+@pytest.mark.parametrize(
+    ("fences", "cause"),
+    [
+        (("fence.acquire.sys;", ""), "the store (relaxed, sys) at :0 in k does not release what came before it"),
+        ((FENCE, ""), "the load (relaxed, sys) at :0 in k does not acquire what it saw, nor does a fence after it"),
+        ((FENCE, FENCE), ""),
+    ],
+)
+def test_the_cause_of_a_race_by_way_of_a_third_knows_of_fences(fences: tuple[str, str], cause: str) -> None:
+    """T1 and T2 wait by relaxed loads, each with a fence after it or without."""
+
+    def wait(word: str, fence: str) -> str:
+        return f"$L{word}: {ld('%r3', word)} setp.eq.b32 %p3, %r3, 0; @%p3 bra $L{word}; {fence}"
+
+    threads = [
+        f"st.global.b32 [x], 1; {st('y', 1, 'release')}",
+        f"{wait('y', fences[0])} {st('z', 1)}",
+        f"{wait('z', fences[1])} ld.global.b32 %r10, [x];",
+    ]
+    work = _work(threads, "ranks", torch.zeros(4, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32))
+    if not cause:
+        run_all(work)
+        return
+    with pytest.raises(SimulationFault) as caught:
+        run_all(work)
+    assert caught.value.fault.cause == f"a signal goes through rank 1, k, program 0, but {cause}"
+
+
 @pytest.mark.parametrize("part", ["sends", "sees", "passes on", "ends", "nothing"])
 def test_the_cause_of_a_race_names_the_weak_part_of_a_chain_by_way_of_a_third(part: str) -> None:
     """T0 writes x and signals T1 by y; T1 signals T2 by z; T2 reads x."""
