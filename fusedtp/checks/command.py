@@ -49,6 +49,7 @@ from .workers import (
     case_of,
     cores,
     find,
+    is_users,
     pool,
     resident_of,
     run_exhaust,
@@ -436,11 +437,13 @@ def lint(found: Sequence[Found], compiled: Callable[[], None]) -> tuple[bool, li
 
     from .lint import OWN, check
 
-    names = {name for each in found for name in each.kernels if not each.of_a_file}
+    names = {name for each in found for name in each.kernels if not is_users(each.name)}
     own = [name for name in OWN if name in names]
-    files = dict.fromkeys(each.name for each in found if each.of_a_file)
+    users = dict.fromkeys((each.name, each.asked) for each in found if is_users(each.name))
     cases = [
-        CompileCase(name.rpartition(":")[2], target, partial(case_of, name)) for name in files for target in TARGETS
+        CompileCase(name.rpartition(":")[2], target, partial(case_of, name, asked), f"{asked} ranks" if asked else "")
+        for name, asked in users
+        for target in TARGETS
     ]
 
     def done(_: Report) -> None:

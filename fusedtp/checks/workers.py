@@ -62,7 +62,7 @@ def names_of(name: str = "", world_size: int | None = None, target: str = TARGET
     target: target of the compilation. Raises ValueError if there is no such case. Exceptions from importing the user's
     code pass through.
     """
-    if not _is_users(name):
+    if not is_users(name):
         return [case.name for case in _own(name, world_size, target)]
     place, mark, wanted = _parts_of(name)
     module = _load(place) if mark == "::" else _import(place)
@@ -85,7 +85,7 @@ def names_of(name: str = "", world_size: int | None = None, target: str = TARGET
 @lru_cache
 def case_of(name: str, world_size: int | None = None, target: str = TARGET) -> Case:
     """The single case of this name, as used in replays. Exceptions of the user's code pass through."""
-    if not _is_users(name):
+    if not is_users(name):
         (case,) = _own(name, world_size, target)
         return case
     (full,) = names_of(name)
@@ -112,7 +112,8 @@ def _imported(module: ModuleType) -> set[str]:
     return names
 
 
-def _is_users(name: str) -> bool:
+def is_users(name: str) -> bool:
+    """Whether it names a user's case: in a file or a module."""
     return ":" in name or name.endswith(".py")
 
 
@@ -235,11 +236,6 @@ class Found:
     def runs(self) -> bool:
         """Whether it can be checked."""
         return not (self.refused or self.raised or self.late)
-
-    @property
-    def of_a_file(self) -> bool:
-        """Whether it is a user's case in a file."""
-        return "::" in self.name
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fusedtp.targets import target
@@ -78,8 +79,19 @@ def judge(made: Compiled) -> Report:
 
 
 def check_case(case: CompileCase) -> list[Report]:
-    """Compile and check a case in this process; several reports only if the case launches several kernels."""
-    return [judge(made) for made in compiled(case)]
+    """Compile and check a case in this process.
+
+    Several reports only if the case launches several kernels, or if its launches specialise a kernel differently and
+    the results differ; then `config` also says which launch is the first.
+    """
+    places: dict[Report, str] = {}
+    for made in compiled(case):
+        places.setdefault(judge(made), made.place)
+    count = Counter(report.kernel for report in places)
+    return [
+        replace(report, config=", ".join(filter(None, (report.config, place)))) if count[report.kernel] > 1 else report
+        for report, place in places.items()
+    ]
 
 
 def check_cases(

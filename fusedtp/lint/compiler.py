@@ -56,6 +56,7 @@ class Compiled:
     files    "ttir", "ttgir" and "ptx" or "amdgcn" -> text
     usage    the assembler's report on registers, stack and spills (NVIDIA)
     shared   arguments that point to memory that other ranks access too
+    place    the first launch that specialises the kernel so, in words
     """
 
     case: CompileCase
@@ -67,6 +68,7 @@ class Compiled:
     shared_bytes: int
     tensor_columns: int
     num_warps: int
+    place: str = ""
 
     @property
     def target(self) -> Target:
@@ -98,7 +100,7 @@ def _compiled(case: CompileCase, chosen: Target) -> list[Compiled]:
     from triton.backends.compiler import GPUTarget
 
     gpu, made, seen = GPUTarget(chosen.backend, chosen.arch, chosen.wave), [], set()
-    for launch, shared in _launches(case.make()):
+    for launch, shared, place in _launches(case.make()):
         source, options = specialised(launch.kernel, launch.args, launch.options, gpu)
         if (key := (source.hash(), repr(options))) in seen:
             continue
@@ -116,27 +118,33 @@ def _compiled(case: CompileCase, chosen: Target) -> list[Compiled]:
                 shared_bytes=said.shared,
                 tensor_columns=getattr(said, "tmem_size", None) or 0,
                 num_warps=said.num_warps,
+                place=place,
             )
         )
     return made
 
 
-def _launches(made: Launch | Run | Case) -> list[tuple[Launch, tuple[str, ...]]]:
-    """Launches with the names of their shared arguments: in memory of all ranks, or passed on two ranks."""
+def _launches(made: Launch | Run | Case) -> list[tuple[Launch, tuple[str, ...], str]]:
+    """Launches, the names of their shared arguments (in memory of all ranks, or passed on two ranks), their places."""
     if isinstance(made, Launch):
-        return [(made, ())]
+        return [(made, (), "")]
     run = plain(made.make() if isinstance(made, Case) else made)
-    launches = [(rank, each) for rank, work in enumerate(run.work) for each in work if isinstance(each, Launch)]
+    of_ranks = [[each for each in work if isinstance(each, Launch)] for work in run.work]
+    launches = [(rank, at, each) for rank, work in enumerate(of_ranks) for at, each in enumerate(work)]
     owners: dict[int, set[int]] = {}
-    for rank, launch in launches:
+    for rank, _, launch in launches:
         for _, tensor in _tensors(launch):
             owners.setdefault(tensor.untyped_storage().data_ptr(), set()).add(rank)
     for memory in run.memory:
         for tensor in memory.tensors:
             owners.setdefault(tensor.untyped_storage().data_ptr(), set()).update((-1, -2))
     return [
-        (launch, tuple(n for n, t in _tensors(launch) if len(owners[t.untyped_storage().data_ptr()]) > 1))
-        for _, launch in launches
+        (
+            launch,
+            tuple(n for n, t in _tensors(launch) if len(owners[t.untyped_storage().data_ptr()]) > 1),
+            f"rank {rank}, launch {at + 1}" if len(of_ranks[rank]) > 1 else f"rank {rank}",
+        )
+        for rank, at, launch in launches
     ]
 
 

@@ -222,3 +222,13 @@ def exchange_case(fault: str = "") -> Case:
         return Run(work, [inbox, flags], lambda: compare("y", y, [each.half() for each in want]))
 
     return Case("exchange", make)
+
+
+@triton.jit
+def spread(x, step):
+    tl.store(x + tl.arange(0, 1024) * step, 1.0)
+
+
+def spread_run(*steps: int) -> Run:
+    """One rank for each step."""
+    return Run([[Launch(spread, 1, dict(x=torch.zeros(1024 * step), step=step))] for step in steps])

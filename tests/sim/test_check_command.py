@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedtp.checks.command import CheckOptions, _parts, main, run_case
+from fusedtp.checks.command import CheckOptions, _parts, lint, main, run_case
 from fusedtp.checks.workers import Found, Part
 from fusedtp.cli import main as fusedtp
-from fusedtp.lint import TARGETS
+from fusedtp.lint import TARGETS, CompileCase
 from fusedtp.sim import Fault, Schedule
 from fusedtp.sim.ptx import TARGETS as TARGETS_RUN
 
@@ -110,6 +110,18 @@ def test_lint_compiles_the_same_case_for_every_target(file, capsys):
     assert code == 0 and row(out, "case_right")[-1] == "ok"
     compiled = [words for line in out.splitlines() if (words := line.replace("│", " ").split())[:1]]
     assert {words[0] for words in compiled if words[0] in TARGETS and words[-1] == "ok"} == set(TARGETS)
+
+
+def test_the_lint_compiles_cases_of_files_and_modules_with_their_world_size(monkeypatch):
+    """Even if a kernel has the name of one of the library's."""
+    asked = [("mine:case_x", None), ("mine.py::case_x", None), ("mine.py::case_x", 3), ("mine.py::case_x", 5)]
+    found = [Found(name, size, size or 2, ("meet_kernel",)) for name, size in asked]
+    compiled: list[CompileCase] = []
+    monkeypatch.setattr("fusedtp.checks.lint.check", None)
+    monkeypatch.setattr("fusedtp.lint.check_cases", lambda cases, done: compiled.extend(cases) or [])
+    assert lint(found, lambda: None)[0]
+    assert [each.make.args for each in compiled if each.target == "sm_90"] == asked
+    assert [each.config for each in compiled if each.target == "sm_90"] == ["", "", "3 ranks", "5 ranks"]
 
 
 @pytest.mark.slow

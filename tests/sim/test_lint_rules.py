@@ -51,6 +51,13 @@ def test_a_right_kernel_breaks_no_rule(target: str) -> None:
     assert report.registers > 0 and report.shared_bytes > 0 and report.occupancy > 0
 
 
+def test_specializations_of_a_case_are_told_apart_by_their_first_launch_unless_they_are_alike() -> None:
+    """Triton makes a step of 1 a constant. Steps of 3 and 5 share their code."""
+    for steps, places in (((3, 5), [""]), ((3, 1, 5, 1), ["rank 0", "rank 1"])):
+        run = partial(kernels.spread_run, *steps)
+        assert [report.config for report in lint.check_case(lint.CompileCase("case", "sm_90", run))] == places
+
+
 @pytest.mark.parametrize(
     "target, fault, rule",
     [
