@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
-import torch
-
 from fusedtp.limits import OutOfTime, time_limit
 
 from .case import Case, Launch, Run
@@ -99,39 +97,13 @@ def run(
         resident, strategy, weak, fine, target, waive   see `Schedule`
 
     Raises SimulationFault (an AssertionError) for a race, a deadlock, a read of never-written memory or an access
-    outside every allocation; ValueError if the arguments of the ranks are inconsistent; UnsupportedKernel.
+    outside every allocation; ValueError if the arguments do not fit the kernel; UnsupportedKernel.
     """
     given = [args_of_rank(r) for r in range(world_size)] if callable(args_of_rank) else list(args_of_rank)
     if len(given) != world_size:
         raise ValueError(f"got arguments for {len(given)} ranks, wanted {world_size}")
     made = Run([[Launch(kernel, grid, args)] for args in given], memory)
-    check_arguments(made)
     return run_schedule(made, Schedule(strategy, seed, resident, weak, fine, target, tuple(waive)))
-
-
-def check_arguments(run: Run) -> None:
-    """If all ranks launch a kernel at the same position, its arguments must match: same names, same kinds or None.
-
-    Raises ValueError naming the rank.
-    """
-    launches = [[each for each in work if isinstance(each, Launch)] for work in run.work]
-    if len({len(each) for each in launches}) != 1:
-        return
-    for first, *others in zip(*launches, strict=True):
-        if any(each.kernel is not first.kernel for each in others):
-            continue
-        wanted = _kinds(first.args)
-        for rank, kinds in enumerate((_kinds(each.args) for each in others), start=1):
-            if kinds.keys() != wanted.keys():
-                raise ValueError(f"rank {rank} and rank 0 differ in arguments {sorted(kinds.keys() ^ wanted.keys())}")
-            for name, kind in kinds.items():
-                if kind != wanted[name] and "NoneType" not in (kind, wanted[name]):
-                    raise ValueError(f"argument {name!r} is {kind} on rank {rank}, {wanted[name]} on rank 0")
-
-
-def _kinds(args: dict[str, Any]) -> dict[str, str]:
-    """The specialization of a kernel: the dtype of each tensor, the type of any other argument."""
-    return {key: str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__ for key, x in args.items()}
 
 
 def run_schedule(run: Run, schedule: Schedule) -> int:
@@ -268,7 +240,6 @@ def attempt(
     made = case.make()
     if made.check is None:
         raise ValueError(f"case {case.name!r} has no reference: its Run needs a `check`")
-    check_arguments(made)
     try:
         outcome.switches += _execute(made, schedule, strategy, waived=outcome.waived).switches
         return None
