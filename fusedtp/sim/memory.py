@@ -188,14 +188,20 @@ class Map:
         return f"{a.name} (table of {', '.join(targets)})"
 
     def nearest(self, address: int) -> str:
-        """Describes an address outside every allocation by its distance from the nearest one."""
+        """Describes an address outside every allocation by its distance from the nearest one.
+
+        It may be far away because the run does not name the memory that it belongs to.
+        """
         if not self.allocations:
             return f"address {address:#x}; the case names no memory"
         # an address at the border of two slices counts as past the end of the first
         best = min(self.allocations, key=lambda a: (min(abs(address - a.base), abs(address - a.end)), a.base))
-        if address >= best.base:
-            return f"{address - best.end + 1} bytes past the end of {best.label}"
-        return f"{best.base - address} bytes before {best.label}"
+        past = address >= best.base
+        away = address - best.end + 1 if past else best.base - address
+        said = f"{away} bytes {'past the end of' if past else 'before'} {best.label}"
+        if away <= GUARD:
+            return said
+        return f"{said}, in no memory of the run: Run(memory=...) may lack a tensor that its kernels reach by address"
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

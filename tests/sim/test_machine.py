@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -209,6 +210,14 @@ def test_streams_are_ordered_only_within_and_by_flags(options):
 
 def test_launches_are_ordered_on_one_stream_only():
     assert found("launches_run", second="other").rule == "read-write race"
+
+
+def test_a_memory_that_the_run_does_not_name_is_pointed_out():
+    """Not for an access that overshoots by a few bytes."""
+    run = exchange.ring_run(2)
+    fault = explore(Case("ring", lambda: replace(run, memory=())), 1).fault
+    assert fault.rule == "out of bounds" and re.search(r"in no memory of the run: Run\(memory=", fault.message)
+    assert "in no memory" not in found("ring_run", shift=1).message
 
 
 def test_the_cause_of_a_race_of_two_launches_is_not_in_one_program():
