@@ -67,18 +67,13 @@ def names_of(name: str = "", world_size: int | None = None, target: str = TARGET
     place, mark, wanted = _parts_of(name)
     module = _load(place) if mark == "::" else _import(place)
     if not wanted:
-        imported = _imported(module)
-        found = [
-            key
-            for key, value in vars(module).items()
-            if (isinstance(value, Case) or (key.startswith("case_") and inspect.isfunction(value)))
-            and (key not in imported or getattr(value, "__module__", "") == module.__name__)
-        ]
+        found = _cases_in(module)
         if not found:
             raise ValueError(f"{place} has no Case and no function named case_*; name one: {place}{mark}NAME")
         return [f"{place}{mark}{key}" for key in found]
     if not hasattr(module, wanted):
-        raise ValueError(f"{place} has no {wanted!r}")
+        cases = ", ".join(_cases_in(module))
+        raise ValueError(f"{place} has no {wanted!r}" + (f"; its cases are {cases}" if cases else ""))
     return [f"{place}{mark}{wanted}"]
 
 
@@ -92,6 +87,17 @@ def case_of(name: str, world_size: int | None = None, target: str = TARGET) -> C
     place, mark, wanted = _parts_of(full)
     module = _load(place) if mark == "::" else _import(place)
     return _case(full, getattr(module, wanted), world_size)
+
+
+def _cases_in(module: ModuleType) -> list[str]:
+    """The names of every Case and every function named case_*, except imported ones."""
+    imported = _imported(module)
+    return [
+        key
+        for key, value in vars(module).items()
+        if (isinstance(value, Case) or (key.startswith("case_") and inspect.isfunction(value)))
+        and (key not in imported or getattr(value, "__module__", "") == module.__name__)
+    ]
 
 
 def _imported(module: ModuleType) -> set[str]:
@@ -146,6 +152,8 @@ def _own(name: str, world_size: int | None, target: str) -> tuple[Case, ...]:
         return tuple(fused)
     cases = {case.name: case for case in (*fused, *local_cases(target))}
     if name not in cases:
+        if os.path.isfile(f"{name}.py"):
+            raise ValueError(f"no kernel is called {name!r}; for the cases of that file, name {name}.py")
         raise ValueError(
             f"no kernel is called {name!r}: it must be one of {', '.join(cases)}, or path/to/file.py::case, "
             "or package.module:case"

@@ -150,7 +150,7 @@ REFUSED = {
     "pieces": (ADD, r"rank 0: dst, src must be contiguous"),
     "flags": (ADD, r"rank 0: a flag must be a single element of int32 or int64"),
     "float": (ADD, r"rank 0: a flag must be a single element of int32 or int64"),
-    "absent": (ADD, r"has no 'case_absent'"),
+    "absent": (ADD, r"has no 'case_absent'; its cases are case_no_reference, case_dtypes, .*, case_words$"),
     "not_a_case": ("case_not_a_case = 3", r"is int; it must be a Case or return a Case or a Run"),
     "returns": ("def case_returns(): return 3", r"returned int; it must return a Case or a Run"),
     "wants": ("def case_wants(n): pass", r"needs arguments \['n'\]; a case may take only world_size"),
@@ -188,6 +188,12 @@ def test_a_kernel_that_does_not_compile_is_refused_with_the_compilers_words(tmp_
 def test_a_name_that_stands_for_nothing_says_so(name, words):
     kind, said = outcome(name)
     assert kind == "refused" and words in said
+
+
+def test_a_file_named_without_its_ending_is_pointed_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(written(tmp_path, ADD).parent)
+    wanted = "no kernel is called 'kernels_of_mine'; for the cases of that file, name kernels_of_mine.py"
+    assert outcome("kernels_of_mine") == ("refused", wanted)
 
 
 def test_a_file_without_a_case_says_how_to_name_one(tmp_path):
