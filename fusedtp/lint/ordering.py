@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from fusedtp.sim.ptx import TARGETS
+
 from .compiler import Compiled
 from .listing import ATOMICS, LOADS, Finding, Instruction, Listing
 
-EXECUTED = ("sm_80", "sm_90")  # by fusedtp.sim.ptx
+EXECUTED = TARGETS  # by fusedtp.sim.ptx
 
 
 def barriers(made: Compiled) -> Iterator[Finding]:
