@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fusedtp.comm.device_view import epoch_words, meet_options, peers_of
+from fusedtp.comm.device_view import epoch_words
 from fusedtp.lint import TARGETS, CompileCase, Report, Target, check_cases, table
 from fusedtp.lint import target as target_named
 from fusedtp.ops.all_gather_matmul import most_together
@@ -38,7 +38,7 @@ from fusedtp.ops.operation import OnRank
 from fusedtp.ops.rows import Rows
 from fusedtp.sim.case import Launch as Compiles
 
-from .dense import DECLARED
+from .dense import DECLARED, SimulatedWorld, meeting
 
 FUSED = {kernel.function: kernel for _, kernel in DECLARED.values() if not kernel.in_fp8}
 IN_FP8 = {kernel.function: kernel for _, kernel in DECLARED.values() if kernel.in_fp8}  # the same functions
@@ -325,7 +325,7 @@ def planned(kernel: str, variant: Variant, machine: Machine) -> Compiles:
     if kernel not in LOCAL and not variant.tma:  # as on a GPU without TMA
         machine = replace(machine, capability=0)
     if kernel in SIGNALS:
-        return _signal(kernel, variant.world_size, machine.clock)
+        return meeting(SimulatedWorld(variant.world_size, 16, 4096, machine), 1, 12345)
     made = _planned(kernel, variant, machine)
     return Compiles(made.kernel, 1, made.args, options=made.options)
 
@@ -408,14 +408,6 @@ def _exchange(kernel: str, variant: Variant, machine: Any) -> Launch:
         given = (view, 1, [h] * pairs, [experts] * pairs, offsets, *sums)
         return combine.plan_matmul_combine(*given, machine)[0]
     return combine.plan_combine(view, 1, torch.empty(at.max_rows, width, dtype=dtype), choices, weights, *end)[0]
-
-
-def _signal(kernel: str, world_size: int, clock: str) -> Compiles:
-    from fusedtp.kernels.meet import meet_kernel
-
-    view = _view(world_size)
-    peers = peers_of(view, 1, world_size, 12345, clock)
-    return Compiles(meet_kernel, 1, dict(peers=peers), options=meet_options(clock))
 
 
 def _local(variant: Variant, machine: Any) -> Launch:
