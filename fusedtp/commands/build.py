@@ -34,7 +34,7 @@ from fusedtp.nn.heads import heads_split
 from fusedtp.parallel import ExpertSplit, parallelize
 from fusedtp.parallel.placement import Way, share, way_of
 from fusedtp.parallel.plan import ways_of
-from fusedtp.parallel.pretrained import Checkpoint, Files, Lazy, build_on_meta, on_meta, region, untie
+from fusedtp.parallel.pretrained import Checkpoint, Files, build_on_meta, on_meta, region, untie
 from fusedtp.train.config import ModelOptions, TrainConfig, sharing_faults, stages_faults
 from fusedtp.train.foreign import ALIBI, Anatomy, Model, NotCut, TransformersModel
 from fusedtp.train.mesh import World
@@ -357,8 +357,7 @@ def held(tensor: Tensor, way: Way | None) -> list[list[range]]:
 def read(checkpoint: Checkpoint) -> Values:
     """The tensors of the files, converted to the model's names."""
     for conversion in checkpoint.conversions:
-        of = (lambda lazy: lazy) if conversion.is_lazy else Lazy.full
-        made = conversion.run(checkpoint.model, of)
+        made = conversion.tensors(checkpoint.model)
         for name in conversion.targets:
             yield name, partial(region, made[name])
 

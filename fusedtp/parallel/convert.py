@@ -43,7 +43,6 @@ from .pretrained import (
     Checkpoint,
     Files,
     Lazy,
-    Narrowed,
     build_on_meta,
     on_meta,
     read_generation_config,
@@ -191,7 +190,7 @@ class _OnDisk:
         self.tensors = {
             name: made
             for conversion in self.checkpoint.conversions
-            for name, made in conversion.run(self.model, _as_it_is if conversion.is_lazy else Lazy.full).items()
+            for name, made in conversion.tensors(self.model).items()
         }
 
     def differently_tied(self, mesh: DeviceMesh | None) -> bool:
@@ -235,10 +234,6 @@ class _InMemory:
         return False
 
 
-def _as_it_is(lazy: Lazy) -> Lazy:
-    return lazy
-
-
 @torch.no_grad()
 def _fill(model: CausalLM, read: Callable[[str], Tensor | Lazy]) -> None:
     """Copy each parameter, or this rank's part of it, from the transformers tensor that contains it."""
@@ -247,7 +242,7 @@ def _fill(model: CausalLM, read: Callable[[str], Tensor | Lazy]) -> None:
         full = read(theirs)
         if half is not None:  # [E, 2F, H]
             width = full.shape[1] // 2
-            full = Narrowed(full, 1, half * width, width) if isinstance(full, Lazy) else full.chunk(2, 1)[half]
+            full = full.narrow(1, half * width, width)
         ranges = [[range(size)] for size in parameter.shape]
         if isinstance(parameter, DTensor):
             coordinate = parameter.device_mesh.get_coordinate()

@@ -198,7 +198,7 @@ class Files:
 
         try:
             file = safe_open(path, "pt")
-            self.tensors |= {name: OnDisk(file, name) for name in file.keys()}  # noqa: SIM118
+            self.tensors |= {name: Lazy.of(file.get_slice(name)[...]) for name in file.keys()}  # noqa: SIM118
         except Exception as error:  # safetensors raises its own class
             raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
 
@@ -214,11 +214,22 @@ def _with_variant(file: str, variant: str | None) -> str:
 # --- lazy tensors ---------------------------------------------------------------------------------------------------
 
 
-class Lazy:
-    """A tensor that is not read yet; any region of it can be read."""
+Block = tuple[tuple[int, ...], Tensor]
 
-    shape: torch.Size
-    dtype: torch.dtype
+
+class Lazy:
+    """A tensor that is not read yet; any region of it can be read.
+
+    blocks   (where it begins in each dimension, a view of a memory-mapped file); together they are the whole tensor
+    """
+
+    def __init__(self, blocks: Sequence[Block], shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.blocks, self.shape, self.dtype = blocks, torch.Size(shape), dtype
+
+    @staticmethod
+    def of(view: Tensor) -> Lazy:
+        """A tensor of a file."""
+        return Lazy([((0,) * view.dim(), view)], view.shape, view.dtype)
 
     @property
     def ndim(self) -> int:
@@ -227,22 +238,20 @@ class Lazy:
     def contiguous(self) -> Lazy:
         return self
 
-    def read(self, box: Sequence[range]) -> Tensor:
-        """Values at indices box[0] of the first dimension, box[1] of the second, ...; no range may be empty."""
-        raise NotImplementedError
-
-    def region(self, ranges: Sequence[Sequence[range]], box: tuple[range, ...] = ()) -> Tensor:
-        """As read, but with several ranges per dimension, concatenated; they may be empty."""
-        sizes = [sum(map(len, parts)) for parts in ranges]
-        if 0 in sizes:
-            return torch.empty(sizes, dtype=self.dtype)
-        if len(box) == len(ranges):
-            return self.read(box)
-        parts = [self.region(ranges, (*box, part)) for part in ranges[len(box)]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, len(box))
+    def narrow(self, dim: int, start: int, length: int) -> Lazy:
+        blocks = []
+        for at, view in self.blocks:
+            begin, end = max(at[dim], start), min(at[dim] + view.shape[dim], start + length)
+            if begin < end:
+                blocks.append((_put(at, dim, begin - start), view.narrow(dim, begin - at[dim], end - begin)))
+        return Lazy(blocks, _put(self.shape, dim, length), self.dtype)
 
     def full(self) -> Tensor:
-        return self.region([[range(size)] for size in self.shape])
+        """Read it: the pages of its blocks and no others."""
+        values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        for at, view in self.blocks:
+            values[tuple(slice(begin, begin + n) for begin, n in zip(at, view.shape, strict=True))] = view
+        return values
 
     @classmethod
     def __torch_function__(
@@ -251,100 +260,51 @@ class Lazy:
         return _LAZILY[func](*args, **(kwargs or {}))
 
 
-class OnDisk(Lazy):
-    """A tensor of a memory-mapped safetensors file: only the pages of the region are read, and copied."""
-
-    def __init__(self, file: Any, name: str) -> None:
-        self.view: Tensor = file.get_slice(name)[...]
-        self.shape, self.dtype = self.view.shape, self.view.dtype
-
-    def read(self, box: Sequence[range]) -> Tensor:
-        values = self.view[tuple(slice(each.start, each.stop) for each in box)]
-        return values.clone(memory_format=torch.contiguous_format)
+def _put(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
-class Stacked(Lazy):
-    """torch.stack"""
-
-    def __init__(self, tensors: Sequence[Lazy], dim: int = 0) -> None:
-        self.parts, self.dim = list(tensors), dim % (tensors[0].ndim + 1)
-        shape, self.dtype = tensors[0].shape, tensors[0].dtype
-        if any(part.shape != shape for part in self.parts):
-            raise ValueError(f"tensors to stack have different shapes {[tuple(part.shape) for part in self.parts]}")
-        self.shape = torch.Size([*shape[: self.dim], len(self.parts), *shape[self.dim :]])
-
-    def read(self, box: Sequence[range]) -> Tensor:
-        inner = [*box[: self.dim], *box[self.dim + 1 :]]
-        return torch.stack([self.parts[i].read(inner) for i in box[self.dim]], self.dim)
+def _cat(tensors: Sequence[Lazy], dim: int = 0) -> Lazy:
+    dim %= tensors[0].ndim
+    if len({_put(each.shape, dim, 0) for each in tensors}) > 1:
+        raise ValueError(f"tensors to concatenate have incompatible shapes {[tuple(each.shape) for each in tensors]}")
+    blocks: list[Block] = []
+    first = 0
+    for each in tensors:
+        blocks += [(_put(at, dim, first + at[dim]), view) for at, view in each.blocks]
+        first += each.shape[dim]
+    return Lazy(blocks, _put(tensors[0].shape, dim, first), tensors[0].dtype)
 
 
-class Joined(Lazy):
-    """torch.cat"""
-
-    def __init__(self, tensors: Sequence[Lazy], dim: int = 0) -> None:
-        self.parts, self.dim = list(tensors), dim % tensors[0].ndim
-        self.dtype = tensors[0].dtype
-        others = {(*part.shape[: self.dim], *part.shape[self.dim + 1 :]) for part in self.parts}
-        if len(others) > 1:
-            raise ValueError(
-                f"tensors to concatenate have incompatible shapes {[tuple(part.shape) for part in self.parts]}"
-            )
-        shape = list(tensors[0].shape)
-        shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
-        self.shape = torch.Size(shape)
-
-    def read(self, box: Sequence[range]) -> Tensor:
-        found, first, wanted = [], 0, box[self.dim]
-        for part in self.parts:
-            size = part.shape[self.dim]
-            own = range(max(wanted.start - first, 0), min(wanted.stop - first, size))
-            if own:
-                found.append(part.read([*box[: self.dim], own, *box[self.dim + 1 :]]))
-            first += size
-        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
-
-
-class Narrowed(Lazy):
-    """Tensor.narrow"""
-
-    def __init__(self, whole: Lazy, dim: int, start: int, length: int) -> None:
-        self.whole, self.dim, self.start, self.dtype = whole, dim, start, whole.dtype
-        self.shape = torch.Size([*whole.shape[:dim], length, *whole.shape[dim + 1 :]])
-
-    def read(self, box: Sequence[range]) -> Tensor:
-        wanted = box[self.dim]
-        inner = range(wanted.start + self.start, wanted.stop + self.start)
-        return self.whole.read([*box[: self.dim], inner, *box[self.dim + 1 :]])
-
-
-class Transposed(Lazy):
-    """torch.transpose"""
-
-    def __init__(self, input: Lazy, dim0: int, dim1: int) -> None:
-        self.whole, self.dims, self.dtype = input, (dim0 % input.ndim, dim1 % input.ndim), input.dtype
-        self.shape = torch.Size(self._swapped(input.shape))
-
-    def _swapped(self, each: Sequence[Any]) -> list[Any]:
-        a, b = self.dims
-        swapped = list(each)
-        swapped[a], swapped[b] = each[b], each[a]
-        return swapped
-
-    def read(self, box: Sequence[range]) -> Tensor:
-        return self.whole.read(self._swapped(box)).transpose(*self.dims).contiguous()
+def _stack(tensors: Sequence[Lazy], dim: int = 0) -> Lazy:
+    dim %= tensors[0].ndim + 1
+    if len({each.shape for each in tensors}) > 1:
+        raise ValueError(f"tensors to stack have different shapes {[tuple(each.shape) for each in tensors]}")
+    blocks = [
+        ((*at[:dim], i, *at[dim:]), view.unsqueeze(dim)) for i, each in enumerate(tensors) for at, view in each.blocks
+    ]
+    shape = tensors[0].shape
+    return Lazy(blocks, (*shape[:dim], len(tensors), *shape[dim:]), tensors[0].dtype)
 
 
 def _chunk(input: Lazy, chunks: int, dim: int = 0) -> list[Lazy]:
     dim %= input.ndim
     sizes = [size for size in split(input.shape[dim], chunks) if size]
-    return [Narrowed(input, dim, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+    return [input.narrow(dim, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+
+
+def _transpose(input: Lazy, dim0: int, dim1: int) -> Lazy:
+    order = list(range(input.ndim))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    blocks = [(tuple(at[i] for i in order), view.permute(order)) for at, view in input.blocks]
+    return Lazy(blocks, [input.shape[i] for i in order], input.dtype)
 
 
 _LAZILY: dict[Any, Callable[..., Any]] = {
-    torch.stack: Stacked,
-    torch.cat: Joined,
+    torch.stack: _stack,
+    torch.cat: _cat,
     torch.chunk: _chunk,
-    torch.transpose: Transposed,
+    torch.transpose: _transpose,
 }
 LAZY_OPERATIONS = {"MergeModulelist", "Concatenate", "Chunk", "Transpose"}  # of transformers' conversions
 
@@ -380,6 +340,10 @@ class Conversion:
             rule.add_tensor(renamed, original, pattern, of(lazy))
         made = rule.convert(self.sources[0][0], model=model, config=model.config)
         return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+
+    def tensors(self, model: Any, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Name in the model -> lazy tensor; or a full one of this dtype, if its operations need full tensors."""
+        return self.run(model, (lambda lazy: lazy) if self.is_lazy else lambda lazy: lazy.full().to(dtype=dtype))
 
 
 class Checkpoint:
@@ -461,11 +425,11 @@ class Checkpoint:
                 continue
             parts = []
             for name in (target, source):
-                lazy = of[name].run(self.model, _as_it_is if of[name].is_lazy else Lazy.full)[name]
-                ranges = [[range(size)] for size in lazy.shape]
-                rows = split(lazy.shape[0], world_size)
+                tensor = of[name].tensors(self.model)[name]
+                ranges = [[range(size)] for size in tensor.shape]
+                rows = split(tensor.shape[0], world_size)
                 ranges[0] = [range(sum(rows[:rank]), sum(rows[: rank + 1]))]
-                parts.append(region(lazy, ranges))
+                parts.append(region(tensor, ranges))
             if not torch.equal(*parts):
                 found.append(target)
         return found
@@ -483,9 +447,7 @@ class Checkpoint:
             targets = [name for name in conversion.targets if id(wanted[name]) in owners]
             if not targets:
                 continue  # tied, and read already
-            dtype = wanted[targets[0]].dtype
-            of = _as_it_is if conversion.is_lazy else lambda lazy, dtype=dtype: lazy.full().to(dtype)
-            made = conversion.run(self.model, of)
+            made = conversion.tensors(self.model, wanted[targets[0]].dtype)
             for name in targets:
                 values = _values(made.pop(name), wanted[name], mesh)
                 for tensors, last in owners.pop(id(wanted[name]), ()):
@@ -496,17 +458,12 @@ class Checkpoint:
                     module._buffers[last] = buffer.to(mesh.device_type)
 
 
-def _as_it_is(lazy: Lazy) -> Lazy:
-    return lazy
-
-
 def region(tensor: Lazy | Tensor, ranges: Sequence[Sequence[range]]) -> Tensor:
     """The values at the indices in `ranges` of each dimension, one range after the other."""
-    if isinstance(tensor, Lazy):
-        return tensor.region(ranges)
+    found: Any = tensor
     for dim, parts in enumerate(ranges):
-        tensor = torch.cat([tensor.narrow(dim, part.start, len(part)) for part in parts], dim)
-    return tensor
+        found = torch.cat([found.narrow(dim, part.start, len(part)) for part in parts], dim)
+    return found.full() if isinstance(found, Lazy) else found
 
 
 def _values(full: Lazy | Tensor, like: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -518,23 +518,23 @@ def test_a_model_without_values_or_of_changed_shape_is_not_written(tmp_path: Pat
 
 def load_and_save(group: Any, name: str, folder: str) -> None:
     """Both sources give the plain model's parts. A rank reads only its own parts and saves the plain model's folder."""
-    from fusedtp.parallel.pretrained import OnDisk
+    from fusedtp.parallel.pretrained import Lazy
 
     mesh = tp_mesh(group)
     plain = fusedtp.from_transformers(folder)
-    inner, read = OnDisk.read, []
+    inner, read = Lazy.full, []
 
-    def count(self: Any, box: Any) -> Tensor:
-        values = inner(self, box)
+    def count(self: Any) -> Tensor:
+        values = inner(self)
         assert values.untyped_storage().nbytes() == values.nbytes, "a view keeps the file in memory"
         read.append(values.nbytes)
         return values
 
-    OnDisk.read = count  # type: ignore[method-assign]
+    Lazy.full = count  # type: ignore[method-assign]
     try:
         own = fusedtp.from_transformers(folder, mesh)
     finally:
-        OnDisk.read = inner  # type: ignore[method-assign]
+        Lazy.full = inner  # type: ignore[method-assign]
     parts = [p.to_local().nbytes for p in own.parameters()]
     assert sum(read) == sum(parts) and max(read) <= max(parts)
     assert not own.training and own.config == plain.config

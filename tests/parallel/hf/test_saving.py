@@ -349,22 +349,22 @@ def test_from_pretrained_is_parallelize_of_the_plain_one(case: str, tmp_path):
 
 def bytes_read(group, folder: str) -> tuple[int, int]:
     """Bytes that a rank reads, and bytes that it holds."""
-    from fusedtp.parallel.pretrained import OnDisk
+    from fusedtp.parallel.pretrained import Lazy
 
-    read, inner = 0, OnDisk.read
+    read, inner = 0, Lazy.full
 
-    def count(self, box):
+    def count(self):
         nonlocal read
-        values = inner(self, box)
+        values = inner(self)
         assert values.untyped_storage().nbytes() == values.nbytes, "a view keeps the file in memory"
         read += values.nbytes
         return values
 
-    OnDisk.read = count
+    Lazy.full = count
     try:
         model = fusedtp.from_pretrained(folder, tp_mesh(group))
     finally:
-        OnDisk.read = inner
+        Lazy.full = inner
     return read, sum(p.to_local().nbytes for p in model.parameters())
 
 
