@@ -21,14 +21,12 @@ from typing import Any
 from einops.layers.torch import Rearrange
 from torch import Tensor, nn
 
+from .foreign_styles import features_of, is_conv1d, is_linear
 from .local_view import (
     CONFIG,
     COUNTS_HEADS,
     GROUP,
     INPUT,
-    features_of,
-    is_conv1d,
-    is_linear,
     is_norm_of_features,
     lengths,
     local_view,
@@ -147,18 +145,14 @@ def _ways(inside: dict[str, Any], columns: list[str], rows: list[str], counts: s
     """
     outs = {name: features_of(inside[name])[1] for name in columns}
     width = features_of(inside[rows[0]])[0]
-    prefix = {name: "conv1d_" if is_conv1d(each) else "" for name, each in inside.items()}
     if concatenated(set(outs.values()), width):
         unit = math.gcd(*outs.values())
         row = {rows[0]: packed("rowwise", width // unit)}
         return [{name: packed("colwise", out // unit) for name, out in outs.items()} | row]
     several = {2 * width: (2, 1), 3 * width: (3, 1)} if len(columns) == 1 else {}
-    after = {name: f"{prefix[name]}rowwise" for name in rows}
-    ways = [
-        {name: prefix[name] + packed("colwise", n) for name in columns} | after
-        for n in several.get(outs[columns[0]], (1,))
-    ]
-    if len(columns) > 1 or prefix[columns[0]]:
+    after = dict.fromkeys(rows, "rowwise")
+    ways = [dict.fromkeys(columns, packed("colwise", n)) | after for n in several.get(outs[columns[0]], (1,))]
+    if len(columns) > 1 or is_conv1d(inside[columns[0]]):
         return ways
     return ways + [{columns[0]: of_heads(*heads)} | after for heads in grouped(outs[columns[0]], width, counts)]
 

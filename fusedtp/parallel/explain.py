@@ -19,8 +19,9 @@ from fusedtp.ops.rows import Rows, split
 
 from .expert_parallel import ExpertParallel
 from .foreign import Columns, Own
+from .foreign_styles import is_conv1d
 from .layers import PLAIN, ColumnParallel, Member, Replica, RowParallel, VocabParallel, operations_of
-from .local_view import LocalOwn, is_conv1d
+from .local_view import LocalOwn
 from .placement import is_compiled
 
 OPERATIONS = {

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -109,19 +109,42 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Columns(ColumnParallel):
-    """A linear layer of a third-party model, with output features split. vocabulary: its outputs are logits."""
+    """A linear layer of a third-party model, with output features split.
+
+    vocabulary   its outputs are logits
+    transposed   its weight is [in, out]
+    """
 
     model: Model = field(compare=False)
     siblings: Siblings = field(default_factory=Siblings, compare=False)
     vocabulary: bool = False
+    transposed: bool = False
+
+    def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return accumulated(weight).to(dtype).t() if self.transposed else super()._weight(weight, dtype)
+
+    def _is_operand(self, parameter: Tensor, x: Tensor) -> bool:
+        return not self.transposed and super()._is_operand(parameter, x)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows(RowParallel):
-    """A linear layer with input features split. split_input: its input is whole, and each rank takes its part."""
+    """A linear layer with input features split.
+
+    split_input   its input is whole, and each rank takes its part
+    transposed    its weight is [in, out]
+    """
 
     model: Model = field(compare=False)
     split_input: bool = False
+    transposed: bool = False
+
+
+class Linear(NamedTuple):
+    """What RowParallel reads of a linear layer."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,10 +319,11 @@ def rows(self: Any, input: Tensor) -> Tensor:
     lead = x.shape[:-1]
     fused = splits(at, lead)
     at.model.count(fused)
+    linear = Linear(accumulated(self.weight).t(), self.bias) if at.transposed else self
     if not fused:
-        return at.summed(x, self) if lead else at.summed(x[None], self)[0]
+        return at.summed(x, linear) if lead else at.summed(x[None], linear)[0]
     tokens = tokens_of(at, lead)
-    return TokenShard.of(at.scattered(x.reshape(-1, x.shape[-1]), self, tokens.sizes), lead, tokens)
+    return TokenShard.of(at.scattered(x.reshape(-1, x.shape[-1]), linear, tokens.sizes), lead, tokens)
 
 
 def embedding(self: Any, input: Tensor) -> Tensor:

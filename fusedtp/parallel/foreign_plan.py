@@ -38,9 +38,10 @@ from .foreign_styles import (
     Rowwise,
     Shared,
     Summed,
+    features_of,
 )
 from .local_view import WORDS as OF_LOCAL_VIEW
-from .local_view import OfHeads, Words, features_of, heads_faults
+from .local_view import OfHeads, Words, heads_faults
 from .placement import Mesh, Way
 from .plan import Step, apply_steps, generic, has_more_dimensions, matches, parent_of, refuse, sharing_faults
 from .saving import prepare

@@ -62,11 +62,12 @@ class Foreign(Style):
     def faults(self, module: Any, world_size: int) -> list[str]:
         if getattr(module, "max_norm", None) is not None:
             return ["an embedding with max_norm changes its table when it is read; build it without max_norm"]
+        placed = self.placements(module, world_size)
         return [
             fault
             for name, parameter in module.named_parameters(recurse=False)
             for found in (_uneven, partial(_unaligned, module))
-            for fault in found(name, parameter, self.placement(name, parameter), world_size)
+            for fault in found(name, parameter, placed.get(name, Replicate()), world_size)
         ] + [
             f"{name} has {module._parameters[name].shape[-1]} features in pairs, which {world_size} ranks cannot share"
             for name, word in self.named.items()
@@ -157,16 +158,15 @@ class Colwise(Foreign):
         self.siblings = Siblings()
 
     def faults(self, module: Any, world_size: int) -> list[str]:
-        return faults_of_linear(module) or super().faults(module, world_size)
+        found = faults_of_linear(module) if self.gather_output else faults_of_layer(module)
+        return found or super().faults(module, world_size)
 
     def shares_heads(self, module: Any, world_size: int) -> bool:
         return self.head_dim is not None and module.weight.shape[0] // self.head_dim < world_size
 
-    def placement(self, name: str, parameter: Tensor) -> Placement:
-        return StridedShard(0, split_factor=self.packed) if self.packed > 1 else Shard(0)
-
     def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
-        return {} if self.shares_heads(module, world_size) else super().placements(module, world_size)
+        own = {} if self.shares_heads(module, world_size) else dict(module.named_parameters(recurse=False))
+        return {name: _split(p.dim() - 1 if is_conv1d(module) else 0, self.packed) for name, p in own.items()}
 
     def rows_of_rank(self, module: Any, comm: Communicator) -> Runs | None:
         """The rows of a replicated weight that this rank uses, see ColumnParallel; None: the weight is split."""
@@ -182,8 +182,8 @@ class Colwise(Foreign):
         part = features is None and not self.gather_output
         parallel = Columns(
             **self.member(comm), gather_output=self.gather_output and not self.vocabulary, features=features,
-            vocabulary=self.vocabulary, model=self.model, siblings=self.siblings,
-            unequal=unequal(module.weight.shape[0] // self.packed, comm.world_size) if part else (),
+            vocabulary=self.vocabulary, model=self.model, siblings=self.siblings, transposed=is_conv1d(module),
+            unequal=unequal(features_of(module)[1] // self.packed, comm.world_size) if part else (),
         )  # fmt: skip
         install(module, parallel, columns)
 
@@ -196,17 +196,22 @@ class Rowwise(Foreign):
         self.split_input, self.packed = split_input, packed
 
     def faults(self, module: Any, world_size: int) -> list[str]:
-        return faults_of_linear(module) or super().faults(module, world_size)
+        return faults_of_layer(module) or super().faults(module, world_size)
 
-    def placement(self, name: str, parameter: Tensor) -> Placement:
-        if name == "bias":
-            return Replicate()
-        return StridedShard(1, split_factor=self.packed) if self.packed > 1 else Shard(1)
+    def placements(self, module: Any, world_size: int) -> dict[str, Placement]:
+        own = module.named_parameters(recurse=False)
+        return {name: _split(0 if is_conv1d(module) else 1, self.packed) for name, _ in own if name != "bias"}
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        features = unequal(module.weight.shape[1] // self.packed, comm.world_size)
-        at = Rows(**self.member(comm), split_input=self.split_input, model=self.model, unequal=features)
+        at = Rows(
+            **self.member(comm), split_input=self.split_input, model=self.model, transposed=is_conv1d(module),
+            unequal=unequal(features_of(module)[0] // self.packed, comm.world_size),
+        )  # fmt: skip
         install(module, at, rows)
+
+
+def _split(dim: int, packed: int) -> Placement:
+    return StridedShard(dim, split_factor=packed) if packed > 1 else Shard(dim)
 
 
 class Embedding(Foreign):
@@ -286,6 +291,28 @@ def install(module: Any, parallel: Any, forward: Callable[..., Any]) -> None:
         parallel = replace(parallel, inner=inner)
     module.parallel = parallel
     set_forward(module, forward)
+
+
+def is_conv1d(module: Any) -> bool:
+    """Whether it is transformers' Conv1D: y = x W + b, W [in, out]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: Any) -> bool:
+    """Whether there is a style that can split it."""
+    return not faults_of_layer(module)
+
+
+def features_of(module: Any) -> tuple[int, int]:
+    """(in, out) of a linear layer."""
+    found = module.weight.shape if is_conv1d(module) else module.weight.shape[::-1]
+    return int(found[0]), int(found[1])
+
+
+def faults_of_layer(module: Any) -> list[str]:
+    """As faults_of_linear, but a Conv1D is a linear layer too."""
+    return [*computed(module), *_patched(module)] if is_conv1d(module) else faults_of_linear(module)
 
 
 def faults_of_linear(module: Any) -> list[str]:

@@ -27,13 +27,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .candidates import candidates, concatenated, grouped, widths_between
+from .foreign_styles import features_of, is_linear
 from .kinds import Short, kind_of, names_of, shortened
 from .local_view import (
     ARGUMENT,
     NUMBERS,
-    features_of,
     heads_in,
-    is_linear,
     local_view,
     names_in,
     parameters_of,

@@ -1,4 +1,4 @@
-"""More styles that `infer.py` needs: for modules with code that depends on tensor widths, and for Conv1D.
+"""More styles that `infer.py` needs: for modules with code that depends on tensor widths.
 
     local_view(n_head, n_embd)      the module's own forward; attributes n_head and n_embd are divided by world size
     local_view(n_head, input.shape) the same, and its input reports the width of this rank's part
@@ -12,7 +12,6 @@
     colwise_of_heads(8, 2, 2)       matrices of 8, 2 and 2 heads in one: each rank uses the rows of its heads. The
                                     weight is replicated, since a DTensor cannot split parts of different lengths
     no_fast_path                    nn.TransformerEncoderLayer, which otherwise reads weights without calling its layers
-    conv1d_colwise, conv1d_packed_colwise_3, conv1d_rowwise    transformers' Conv1D, with a weight [in, out]
 
 Attention code gets the number of heads or the width from one of three places: the tensor (`view(B, S, -1, head_dim)`),
 an attribute (`view(B, S, self.num_heads, -1)`), or its input (`B, S, C = x.shape`, then `view(B, S, C)` of heads). The
@@ -29,25 +28,22 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from einops.layers.torch import Rearrange
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.distributed.tensor import Shard
 
 from fusedtp.comm import Communicator
 from fusedtp.ops.main_grad import Runs
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group
 
-from .foreign import Columns, Model, Own, Rows, columns, own_forward, rows
-from .foreign_styles import Colwise, Foreign, Rowwise, install
-from .layers import accumulated, unequal
+from .foreign import Model, Own, own_forward
+from .foreign_styles import Colwise, Foreign, Rowwise, faults_of_linear, install, is_linear
+from .layers import accumulated
 from .placement import Mesh, Placement
-from .plain_linear import computes_linear
 from .plan import generic, parent_of
-from .styles import computed
 from .token_shard import TokenShard
 from .torch_names import METADATA, name_of
 
@@ -425,7 +421,7 @@ class OfHeads(Colwise):
         self.heads = heads
 
     def faults(self, module: Any, world_size: int) -> list[str]:
-        found = super().faults(module, world_size)
+        found = faults_of_linear(module) or super().faults(module, world_size)
         if found:
             return found
         features, listed = module.weight.shape[0], ", ".join(map(str, self.heads))
@@ -504,97 +500,7 @@ def norm_of_all_heads(self: Any, x: Tensor) -> Tensor:
     return (y if self.weight is None else y * accumulated(self.weight)).to(x.dtype)
 
 
-# --- Conv1D -----------------------------------------------------------------------------------------------------
-
-
-def is_conv1d(module: Any) -> bool:
-    """Whether it is transformers' Conv1D: y = x W + b, W [in, out]."""
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-
-
-def is_linear(module: Any) -> bool:
-    """Whether there is a style that can split it."""
-    if isinstance(module, nn.Linear):
-        return not computed(module) and "forward" not in module.__dict__ and computes_linear(module)
-    return is_conv1d(module) and not computed(module)
-
-
-def features_of(module: Any) -> tuple[int, int]:
-    """(in, out) of a linear layer."""
-    found = module.weight.shape if is_conv1d(module) else module.weight.shape[::-1]
-    return int(found[0]), int(found[1])
-
-
-def _conv1d_faults(module: Any) -> list[str]:
-    return computed(module) if is_conv1d(module) else [f"{type(module).__name__} is not a Conv1D"]
-
-
-class _Transposed(NamedTuple):
-    """The attributes of a linear that layers.py reads."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conv1DColumns(Columns):
-    """Columns for a weight [in, out]."""
-
-    def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        return accumulated(weight).to(dtype).t()
-
-    def _is_operand(self, parameter: Tensor, x: Tensor) -> bool:
-        return False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conv1DRows(Rows):
-    """Rows for a weight [in, out]."""
-
-    def scattered(self, x: Tensor, linear: Any, sizes: Any) -> Tensor:
-        return super().scattered(x, _Transposed(accumulated(linear.weight).t(), linear.bias), sizes)
-
-    def summed(self, x: Tensor, linear: Any) -> Tensor:
-        return super().summed(x, _Transposed(accumulated(linear.weight).t(), linear.bias))
-
-
-class Conv1DColwise(Colwise):
-    """Output features of a Conv1D split over ranks."""
-
-    def faults(self, module: Any, world_size: int) -> list[str]:
-        return _conv1d_faults(module) or Foreign.faults(self, module, world_size)
-
-    def placement(self, name: str, parameter: Tensor) -> Placement:
-        dim = parameter.dim() - 1
-        return StridedShard(dim, split_factor=self.packed) if self.packed > 1 else Shard(dim)
-
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        self.siblings.linears.append(module)
-        features = unequal(module.weight.shape[1] // self.packed, comm.world_size)
-        parallel = Conv1DColumns(**self.member(comm), model=self.model, siblings=self.siblings, unequal=features)
-        install(module, parallel, columns)
-
-
-class Conv1DRowwise(Rowwise):
-    """Input features of a Conv1D split over ranks."""
-
-    def faults(self, module: Any, world_size: int) -> list[str]:
-        return _conv1d_faults(module) or Foreign.faults(self, module, world_size)
-
-    def placement(self, name: str, parameter: Tensor) -> Placement:
-        return Replicate() if name == "bias" else Shard(0)
-
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        features = unequal(module.weight.shape[0], comm.world_size)
-        install(module, Conv1DRows(**self.member(comm), model=self.model, unequal=features), rows)
-
-
 WORDS: dict[str, Callable[..., Foreign]] = {
-    "conv1d_colwise": Conv1DColwise,
-    "conv1d_packed_colwise": partial(Conv1DColwise, packed=2),
-    "conv1d_packed_colwise_3": partial(Conv1DColwise, packed=3),
-    "conv1d_rowwise": Conv1DRowwise,
     "no_fast_path": NoFastPath,
     "norm_of_all_heads": NormOfAllHeads,
 }

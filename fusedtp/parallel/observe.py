@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .local_view import features_of, is_linear
+from .foreign_styles import features_of, is_linear
 from .multihead import is_multihead
 from .trial import Inputs, sharing
 

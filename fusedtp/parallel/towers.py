@@ -15,8 +15,8 @@ from torch import nn
 
 from .foreign import Model
 from .foreign_plan import foreign_steps
+from .foreign_styles import is_linear
 from .infer import Inferred, infer, small_copy
-from .local_view import is_linear
 from .plan import generic, matches
 
 

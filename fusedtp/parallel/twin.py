@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .local_view import is_linear
+from .foreign_styles import is_linear
 from .plan import generic
 
 

@@ -362,7 +362,7 @@ def test_what_was_changed_after_construction_is_what_is_tried():
         block.mlp.act = Largest()
     plan, whole = infer(model, 2)
     assert not any("mlp" in name for name in plan) and "transformer.h.*.mlp.c_fc" in whole
-    assert plan["transformer.h.*.attn.c_attn"] == "conv1d_packed_colwise_3"
+    assert plan["transformer.h.*.attn.c_attn"] == "packed_colwise_3"
 
 
 class Rounding(nn.Linear):

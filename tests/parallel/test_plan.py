@@ -15,7 +15,7 @@ from fusedtp.comm import VirtualWorld, communicator
 from fusedtp.nn import ModelConfig, TransformerBlock
 from fusedtp.ops import measured
 from fusedtp.parallel import FusedColwise, FusedRowwise, explain, parallelize
-from fusedtp.parallel.local_view import is_linear
+from fusedtp.parallel.foreign_styles import is_linear
 from fusedtp.parallel.plan import plan_of
 from tests.harness import world
 from tests.parallel.support import SMALL, assert_close, batch, dp_tp_mesh, make, make_pair

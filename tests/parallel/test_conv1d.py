@@ -1,0 +1,130 @@
+"""transformers' Conv1D, a linear layer with a weight [in, out]: plans split it as they split an nn.Linear.
+
+In float64 with random values; each sum has at most 80 terms, so relative errors stay far below 1e-12.
+"""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
+
+import fusedtp
+from fusedtp.comm import VirtualWorld
+from fusedtp.parallel.foreign_styles import features_of, is_linear
+from tests.harness import world
+from tests.parallel.support import tp_mesh
+
+OFF = 1e-12
+WIDTH, BATCH, LENGTH = 6, 2, 5
+
+
+class Mlp(nn.Module):
+    """up, then a product of `packed` parts, then down."""
+
+    def __init__(self, features: int, packed: int) -> None:
+        super().__init__()
+        self.packed = packed
+        self.up, self.down = Conv1D(features * packed, WIDTH), Conv1D(WIDTH, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.up(x).chunk(self.packed, -1)
+        y: Tensor = x + self.down(torch.stack(parts).prod(0).tanh())
+        return y
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def made(features: int, packed: int) -> Mlp:
+    model = Mlp(features, packed).double()
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.copy_(normal(*parameter.shape, seed=i))
+    return model
+
+
+def full(value: Tensor, like: Tensor) -> Tensor:
+    """A gradient of a parameter, of which main_grad holds this rank's part."""
+    if isinstance(like, DTensor) and not isinstance(value, DTensor):
+        value = DTensor.from_local(value, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def results(model: Any, accumulating: Iterable[Any] = ()) -> dict[str, Tensor]:
+    """The output, and the gradients of two backwards, in main_grad for the parameters of these layers."""
+    x = normal(BATCH, LENGTH, WIDTH, seed=8).requires_grad_()
+    for layer in accumulating:
+        for parameter in layer.parameters():
+            parameter.main_grad = torch.zeros_like(parameter.to_local())
+    for _ in range(2):
+        y = model(x)
+        (y * normal(*y.shape, seed=9)).sum().backward()
+    assert x.grad is not None
+    found = {"output": y.detach(), "gradient of x": x.grad}
+    for name, parameter in model.named_parameters():
+        kept = getattr(parameter, "main_grad", None)
+        assert (parameter.grad is None) == (kept is not None), name
+        found[name] = full(parameter.grad if kept is None else kept, parameter)
+    return found
+
+
+def compared(group: Any, features: int, packed: int, plan: dict[str, str], tokens: bool) -> list[str]:
+    model = made(features, packed)
+    want = results(copy.deepcopy(model))
+    faults = []
+    for main_grad in (False, True):
+        parallel: Any = fusedtp.parallelize(
+            copy.deepcopy(model), tp_mesh(group), plan=plan, prove=False, sequence_parallel=tokens
+        )
+        own, whole = parallel.down.weight.to_local().shape, model.down.weight.shape
+        assert own[0] in (whole[0] // 2, whole[0] - whole[0] // 2) and own[1] == whole[1]
+        layers = [parallel.get_submodule(name) for name, word in plan.items() if word != "replicate"]
+        got = results(parallel, layers if main_grad else ())
+        faults += [
+            f"{name}, main_grad {main_grad}"
+            for name, value in want.items()
+            if not float((got[name] - value).abs().max()) <= OFF * max(1.0, float(value.abs().max()))
+        ]
+    return faults
+
+
+@pytest.mark.parametrize(
+    ("features", "packed", "up", "down"),
+    [
+        (8, 1, "colwise", "rowwise"),
+        (7, 1, "colwise", "rowwise"),
+        (8, 2, "packed_colwise", "rowwise"),
+        (8, 3, "packed_colwise_3", "rowwise"),
+        (8, 1, "packed_colwise", "packed_rowwise"),
+        (8, 1, "replicate", "rowwise_split_input"),
+    ],
+)
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens split", "tokens whole"])
+def test_equals_one_device(features: int, packed: int, up: str, down: str, tokens: bool) -> None:
+    found = world(2).run(compared, features, packed, {"up": up, "down": down}, tokens)
+    assert found == [[], []]
+
+
+def split(group: Any, model: nn.Module, word: str) -> None:
+    fusedtp.parallelize(model, group, plan={"up": word}, prove=False)
+
+
+@pytest.mark.parametrize("word", ["colwise_gather_output", "colwise_of_heads(2, 1, 1)"])
+def test_what_needs_rows_of_output_features_is_refused(word: str) -> None:
+    with pytest.raises(ValueError, match="up: Conv1D is not a linear layer with a weight"):
+        VirtualWorld(2).run(lambda group: split(group, made(8, 1), word))
+
+
+def test_one_with_another_forward_is_not_replaced() -> None:
+    model: Any = made(8, 1)
+    assert is_linear(model.up) and features_of(model.up) == (WIDTH, 8)
+    model.up.forward = lambda x: x
+    assert not is_linear(model.up)
+    with pytest.raises(ValueError, match="up: its forward was replaced on the instance"):
+        VirtualWorld(2).run(lambda group: split(group, model, "colwise"))
