@@ -278,16 +278,6 @@ class _Divided(Function):
         return gradient, None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartialSum(Own):
-    """A module whose outputs are partial sums over ranks: experts, with some of their features on each rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Divided(Own):
-    """A module whose output enters a sum over ranks, although every rank has all of it."""
-
-
 # --- forwards ---------------------------------------------------------------------------------------------------
 
 
@@ -471,8 +461,8 @@ def mla_down_projection(self: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def partial_sum(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module that computes a partial sum for the same tokens on every rank."""
-    at: PartialSum = self.parallel
+    """The forward of a module whose output is a partial sum: experts, with some of their features on each rank."""
+    at: Own = self.parallel
     every = [x for x in (*args, *kwargs.values()) if isinstance(x, TokenShard)]
     args, kwargs = tree_map(_for_parts(at.members, every), (args, kwargs))
     y = own_forward(self, *args, **kwargs)

@@ -18,10 +18,8 @@ from fusedtp.ops.rows import split
 from .by_token import by_token
 from .foreign import (
     Columns,
-    Divided,
     Model,
     Own,
-    PartialSum,
     Rows,
     Vocabulary,
     columns,
@@ -44,9 +42,14 @@ from .styles import FusedEmbedding, Style, computed, set_forward
 class Foreign(Style):
     """A module that keeps its forward; also the base class of the styles that replace it.
 
-    model   state shared by the modules of one model
-    named   its own parameters that the plan names -> the plan's style name
+    model     state shared by the modules of one model
+    named     its own parameters that the plan names -> the plan's style name
+    forward   runs the module's own forward; see foreign.py
+    partial   see Own
     """
+
+    forward: Callable[..., Any] = staticmethod(own_forward)
+    partial = False
 
     def __init__(
         self, model: Model, *, named: Mapping[str, str] | None = None, engine: str = "auto",
@@ -93,25 +96,26 @@ class Foreign(Style):
         sharded = frozenset(name for name, placement in placed.items() if not isinstance(placement, Replicate))
         return {
             "members": comm.name, "world_size": comm.world_size, "children": self.children, "below": self.below,
-            "splits": self.splits, "inside": self.inside,
+            "splits": self.splits, "inside": self.inside, "partial": self.partial,
             "sharded": sharded, "divided": frozenset(name for name, word in self.named.items() if word == "divided"),
         }  # fmt: skip
 
     def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
         own = self.own(module, comm)
-        alike = None if own["sharded"] or own["children"] else by_token(module)
-        install(module, Own(**own, alike=alike), own_forward)
+        plain = type(self) is Foreign and not own["sharded"] and not own["children"]
+        install(module, Own(**own, alike=by_token(module) if plain else None), self.forward)
 
 
 class PartialGradients(Foreign):
     """A replicated module that sees only some of the heads, so that its gradients are partial sums."""
 
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Own(**self.own(module, comm), partial=True), own_forward)
+    partial = True
 
 
 class LatentProjection(Foreign):
     """See mla_down_projection."""
+
+    forward = staticmethod(mla_down_projection)
 
     def __init__(self, model: Model, rotary_width: int | None, **options: Any) -> None:
         super().__init__(model, **options)
@@ -122,22 +126,20 @@ class LatentProjection(Foreign):
             return ["the model's config has no qk_rope_head_dim, the width of its rotary keys"]
         return super().faults(module, world_size)
 
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Own(**self.own(module, comm), rotary_width=self.rotary_width or 0), mla_down_projection)
+    def own(self, module: Any, comm: Communicator) -> dict[str, Any]:
+        return {**super().own(module, comm), "rotary_width": self.rotary_width}
 
 
 class Summed(Foreign):
     """See partial_sum."""
 
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, PartialSum(**self.own(module, comm)), partial_sum)
+    forward = staticmethod(partial_sum)
 
 
 class Shared(Foreign):
     """See divided."""
 
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Divided(**self.own(module, comm)), divided)
+    forward = staticmethod(divided)
 
 
 class Colwise(Foreign):

@@ -465,21 +465,6 @@ def heads_faults(named: Mapping[str, Any], styles: Mapping[str, Foreign]) -> lis
 # --- norms over all heads ---------------------------------------------------------------------------------------
 
 
-class NormOfAllHeads(Foreign):
-    """See norm_of_all_heads."""
-
-    def faults(self, module: Any, world_size: int) -> list[str]:
-        if is_norm_of_features(module):
-            return super().faults(module, world_size)
-        return [f"{type(module).__name__} is not an nn.RMSNorm over the last dimension"]
-
-    def placement(self, name: str, parameter: Tensor) -> Placement:
-        return Shard(0)
-
-    def install(self, module: Any, comm: Communicator, mesh: Mesh) -> None:
-        install(module, Own(**self.own(module, comm)), norm_of_all_heads)
-
-
 def is_norm_of_features(module: Any) -> bool:
     """Whether it is torch's RMSNorm over the last dimension."""
     return type(module) is nn.RMSNorm and "forward" not in vars(module) and len(module.normalized_shape) == 1
@@ -498,6 +483,20 @@ def norm_of_all_heads(self: Any, x: Tensor) -> Tensor:
     squares = copy_to_group(all_reduce_sum(wide.square().sum(-1, keepdim=True), at.members), at.members)
     y = wide * torch.rsqrt(squares / self.normalized_shape[0] + eps)
     return (y if self.weight is None else y * accumulated(self.weight)).to(x.dtype)
+
+
+class NormOfAllHeads(Foreign):
+    """See norm_of_all_heads."""
+
+    forward = staticmethod(norm_of_all_heads)
+
+    def faults(self, module: Any, world_size: int) -> list[str]:
+        if is_norm_of_features(module):
+            return super().faults(module, world_size)
+        return [f"{type(module).__name__} is not an nn.RMSNorm over the last dimension"]
+
+    def placement(self, name: str, parameter: Tensor) -> Placement:
+        return Shard(0)
 
 
 WORDS: dict[str, Callable[..., Foreign]] = {
