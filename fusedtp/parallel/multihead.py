@@ -11,6 +11,7 @@ masks, biases and zeros appended to keys and values, dropout, and attention weig
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,11 +25,12 @@ from fusedtp.comm import Communicator
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group, gather_tokens
 
 from .foreign import Model
-from .foreign_styles import Foreign, install
+from .foreign_styles import Colwise, Foreign, Rowwise, install
 from .layers import ColumnParallel, accumulated
 from .placement import Mesh, Placement
+from .plan import generic, parent_of
 from .siblings import project_all
-from .styles import computed
+from .styles import NEVER_CALLED, computed
 from .token_shard import TokenShard
 
 WORD = "multihead_attention"
@@ -38,8 +40,22 @@ WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", 
 
 def is_multihead(module: Any) -> bool:
     """Whether it is torch's attention, with torch's forward."""
+    return _runs_torchs(module) and not computed(module, WEIGHTS)
+
+
+def _runs_torchs(module: Any) -> bool:
     plain = isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
-    return plain and "forward" not in vars(module) and not computed(module, WEIGHTS)
+    return plain and "forward" not in vars(module)
+
+
+def out_faults(named: Mapping[str, Any], styles: Mapping[str, Foreign]) -> list[str]:
+    """Faults: an `out_proj` that the plan splits alone."""
+    return [
+        f"{generic(name)}: {NEVER_CALLED}"
+        for name, style in styles.items()
+        if isinstance(style, Colwise | Rowwise) and _runs_torchs(named.get(parent_of(name)))
+        if not isinstance(styles.get(parent_of(name)), MultiheadAttention)
+    ]
 
 
 class MultiheadAttention(Foreign):

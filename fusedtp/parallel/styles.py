@@ -277,6 +277,9 @@ def already_parallel(module: Any) -> list[str]:
     return []
 
 
+NEVER_CALLED = "nn.MultiheadAttention reads its weight and never calls it; leave it out of the plan"
+
+
 def linear_faults(module: Any) -> list[str]:
     """Why a module is not a linear layer that this library can split."""
     weight = getattr(module, "weight", None)
@@ -285,7 +288,7 @@ def linear_faults(module: Any) -> list[str]:
     if isinstance(module, nn.Linear) and not computes_linear(module):
         return [f"{type(module).__name__} has its own forward, which splitting would replace"]
     if isinstance(module, NonDynamicallyQuantizableLinear):
-        return ["nn.MultiheadAttention reads its weight and never calls it; leave it out of the plan"]
+        return [NEVER_CALLED]
     return computed(module)
 
 

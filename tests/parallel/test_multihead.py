@@ -311,3 +311,32 @@ def test_computed_weights_and_another_word_for_the_last_layer_are_refused() -> N
     nn.utils.parametrizations.weight_norm(model[0], "in_proj_weight")
     with pytest.raises(ValueError, match="its in_proj_weight is computed from other parameters"):
         VirtualWorld(2).run(lambda group: fusedtp.parallelize(model, group, plan={"0": WORD}))
+
+
+@pytest.mark.parametrize("word", ["rowwise", "colwise"])
+def test_the_last_layer_alone_is_refused(word: str) -> None:
+    plan = {"attn.out_proj": word, "up": "colwise", "down": "rowwise"}
+    with pytest.raises(ValueError, match=r"attn\.out_proj: nn\.MultiheadAttention reads its weight and never calls it"):
+        VirtualWorld(2).run(lambda group: fusedtp.parallelize(Masked(), group, plan=plan, prove=False))
+
+
+class Direct(nn.MultiheadAttention):
+    """Its own forward calls its last layer."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.out_proj(x)
+
+
+def test_the_last_layer_of_a_class_that_calls_it_is_split() -> None:
+    model, x = nn.Sequential(Direct(8, 4)).double(), normal(3, 5, 8)
+    with torch.no_grad():
+        want = model(x)
+
+    def run(group: Any) -> float:
+        plan = {"0.out_proj": "rowwise_split_input"}
+        own: Any = fusedtp.parallelize(copy.deepcopy(model), group, plan=plan, prove=False)
+        assert own[0].out_proj.weight.shape == (8, 4)
+        with torch.no_grad():
+            return float((own(x) - want).abs().max())
+
+    assert all(off <= OFF for off in VirtualWorld(2).run(run))
