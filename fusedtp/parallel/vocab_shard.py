@@ -32,7 +32,7 @@ from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import copy_to_group, gather_tokens, take_tokens
 
 from .token_shard import TokenShard
-from .torch_names import ELEMENTWISE, METADATA
+from .torch_names import ELEMENTWISE, METADATA, is_in_place, name_of
 
 
 class Columns(NamedTuple):
@@ -186,9 +186,7 @@ class _Unwrap(Function):
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """func(*args, **kwargs), with a VocabShard among the arguments."""
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__") and hasattr(func, "__self__"):
-        name = func.__self__.__name__
+    name = name_of(func)
     if name in METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -200,7 +198,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         done = handler(func, args, kwargs)
         if done is not NotImplemented:
             return done
-    if _in_place(name) and isinstance(args[0], VocabShard):
+    if is_in_place(name, kwargs) and isinstance(args[0], VocabShard):
         raise RuntimeError(_in_vain(name))
     given = _whole(name, (args, kwargs))
     done = func(*given[0], **given[1])
@@ -219,8 +217,8 @@ class _View(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if _in_place(name) and name != "requires_grad_" and isinstance(args[0], _View):
+        name = name_of(func)
+        if is_in_place(name, kwargs or {}) and name != "requires_grad_" and isinstance(args[0], _View):
             raise RuntimeError(_in_vain(name))
         with torch._C.DisableTorchFunctionSubclass():
             if name in ("__deepcopy__", "__reduce_ex__"):  # their results have their own memory
@@ -291,12 +289,6 @@ def _own_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return None if x.local.grad is None else VocabShard.of(x.local.grad, x.columns)
 
 
-def _in_place(name: str) -> bool:
-    if name.startswith("__"):
-        return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
-    return name.endswith("_")
-
-
 def _whole(name: str, tree: Any) -> Any:
     def plain(x: Any) -> Any:
         return x.full_tensor(name.strip("_")) if isinstance(x, VocabShard | TokenShard) else x
@@ -324,7 +316,7 @@ def _elementwise(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 x = copy_to_group(x, like.columns.group)
         own.append(x)
     own_args, own_kwargs = tree_unflatten(own, spec)
-    in_place = _in_place(getattr(func, "__name__", ""))
+    in_place = is_in_place(name_of(func), kwargs)
     if in_place and not isinstance(args[0], VocabShard):
         return NotImplemented
     done = func(*own_args, **own_kwargs)

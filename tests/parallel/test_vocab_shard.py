@@ -17,6 +17,13 @@ from fusedtp.ops.rows import split
 from fusedtp.parallel.vocab_shard import Columns, VocabShard
 
 Program = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def changed(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    assert change(x) is x
+    return x
+
+
 # Inputs: logits [B, S, V], one weight [V] and one scale [1]. Weight and scale require gradients.
 LOCAL: dict[str, Program] = {
     "float": lambda x, w, s: x.float(),
@@ -32,6 +39,7 @@ LOCAL: dict[str, Program] = {
     "masked": lambda x, w, s: x.masked_fill(w > 0, -5.0),
     "where": lambda x, w, s: torch.where(w > 0, x, torch.zeros_like(x)),
     "clamp": lambda x, w, s: x.clamp(-1.0, 1.0),
+    "in place": lambda x, w, s: changed(x * 1.0, lambda y: torch.nn.functional.relu(y.add_(w), inplace=True)),
 }
 GATHERING: dict[str, Program] = {
     "softmax": lambda x, w, s: x.softmax(-1),
@@ -224,6 +232,8 @@ def test_what_it_says_and_refuses():
             torch.save(shard, "/dev/null")
         with pytest.raises(RuntimeError, match="changes logits in place"):
             shard[0] = 1.0
+        with pytest.raises(RuntimeError, match="dropout changes logits in place"):
+            torch.nn.functional.dropout(shard, inplace=True)
 
     VirtualWorld(2).run(body)
 
