@@ -43,7 +43,7 @@ from .foreign_styles import (
 from .local_view import WORDS as OF_LOCAL_VIEW
 from .local_view import OfHeads, Words, heads_faults
 from .placement import Mesh, Way
-from .plan import Step, apply_steps, generic, has_more_dimensions, matches, parent_of, refuse, sharing_faults
+from .plan import Step, apply_steps, generic, has_more_dimensions, matches, parent_of, placed, refuse, sharing_faults
 from .saving import prepare
 from .siblings import Siblings
 from .styles import already_parallel
@@ -136,14 +136,10 @@ def check_plan(model: nn.Module, mesh: Mesh, plan: Mapping[str, str], *, complet
 
 
 def foreign_ways(model: nn.Module, mesh: Mesh, plan: Mapping[str, str]) -> dict[str, Way]:
-    """How adopt would place each parameter; a tied one has its first name. Raises ValueError as check_plan does."""
+    """How adopt would place each parameter. Raises ValueError as check_plan does."""
     world_size = communicator(mesh).world_size
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, Way] = {}
-    for step in foreign_steps(model, plan, world_size, has_more_dimensions(mesh), Model(), False):
-        for key, way in step.style.ways(step.module, step.style.ranks(world_size)).items():
-            found.setdefault(names[id(getattr(step.module, key))], way)
-    return found
+    steps = foreign_steps(model, plan, world_size, has_more_dimensions(mesh), Model(), False)
+    return placed(model, steps, world_size)
 
 
 def _introduce(model: Any, mesh: Mesh, world_size: int) -> None:

@@ -161,14 +161,16 @@ def make_steps(
 
 
 def ways_of(model: nn.Module, world_size: int, experts: ExpertSplit | None = None) -> dict[str, Way]:
-    """How parallelize would place every parameter on world_size ranks; a tied one is listed under its first name.
-
-    Raises ValueError as make_steps does.
-    """
+    """How parallelize would place every parameter on world_size ranks. Raises ValueError as make_steps does."""
     options = dict(engine="auto", sequence_parallel=True)
+    return placed(model, make_steps(model, plan_of(model), world_size, False, experts, **options), world_size)
+
+
+def placed(model: nn.Module, steps: list[Step], world_size: int) -> dict[str, Way]:
+    """How these steps would place every parameter; a tied one is listed under its first name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, Way] = {}
-    for step in make_steps(model, plan_of(model), world_size, False, experts, **options):
+    for step in steps:
         for key, way in step.style.ways(step.module, step.style.ranks(world_size)).items():
             found.setdefault(names[id(getattr(step.module, key))], way)
     return found
