@@ -33,7 +33,8 @@ of the working dtype. A group holds two slots, sized for the largest of its call
     matmul_all_reduce by multimem      -               T * N, N rounded up to 16
     scaled_matmul_all_reduce           as matmul_all_reduce
     all_gather_rows, ...               as the matmul   -
-    moe_dispatch, of k choices         max R_p (K + k) max R_p * K
+    moe_plan, of E experts, in int32   E + max R_p * k -
+    moe_dispatch, of k choices         max R_p (K + k) max R_p (K + k)
     moe_combine                        max R_p * k * N max R_p * k * N
     moe_dispatch_matmul                as moe_dispatch max_rows * K
     moe_matmul_combine                 as moe_combine  max R_p * k * N, and max_rows * N backward

@@ -63,7 +63,7 @@ from .operation import (
     wanted,
 )
 from .rows import Rows, rows_of_shard
-from .shards import shards_as_they_arrive
+from .shards import gathered, shards_as_they_arrive
 
 
 def all_gather_gated_matmul(
@@ -194,10 +194,7 @@ def collective(
     plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], act: str, products: bool, keep: bool
 ) -> Result:  # fmt: skip
     """The process group's all_gather, then matmuls and the activation."""
-    rows, comm = plan.rows, plan.comm
-    with comm.agreed(plan.signature):
-        counts = [rows.local(p) for p in range(comm.world_size)]
-        full = rows.gather(comm.all_gather(x, counts).split(counts))
+    full = gathered(plan, x)
     g, u = (linear(full, w, b) for w, b in zip(weights, biases, strict=True))
     return _of_products(g, u, act, products, full if keep else None)
 
@@ -219,8 +216,7 @@ def chunked(
                         matmul_into(out, [run], [w], b)
                     cpu.gated(outs[0], outs[1], act, outs[2])
             if full is not None:
-                for block, run in rows.pairs(full, shard, p):
-                    block.copy_(run)
+                rows.put(full, shard, p)
     return [y, *((g, u) if products else ()), *(() if full is None else (full,))]
 
 

@@ -66,7 +66,7 @@ from .operation import (
     wanted,
 )
 from .rows import Rows, rows_of_shard
-from .shards import shards_as_they_arrive
+from .shards import gathered, shards_as_they_arrive
 
 TOGETHER = 512  # rows, see most_together
 PARTS = 16  # pieces that a row is sent in, per destination rank, so that most programs have one to send
@@ -197,10 +197,7 @@ def local(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | No
 
 def collective(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool) -> Result:
     """The process group's all_gather, then matmuls."""
-    rows, comm = plan.rows, plan.comm
-    with comm.agreed(plan.signature):
-        counts = [rows.local(p) for p in range(comm.world_size)]
-        full = rows.gather(comm.all_gather(x, counts).split(counts))
+    full = gathered(plan, x)
     outs = [linear(full, w, b) for w, b in zip(weights, biases, strict=True)]
     return [*outs, full] if keep else outs
 
@@ -220,8 +217,7 @@ def chunked(plan: Plan, x: Tensor, weights: list[Tensor], biases: list[Tensor | 
                     for block, run in zip(of_out[p], runs, strict=True):
                         matmul_into(block, [run], [w], b)
             if full is not None:
-                for block, run in rows.pairs(full, shard, p):
-                    block.copy_(run)
+                rows.put(full, shard, p)
     return outs if full is None else [*outs, full]
 
 

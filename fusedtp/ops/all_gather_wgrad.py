@@ -30,7 +30,7 @@ from .launch.run import check, machine_for
 from .matmul import matmul_as
 from .operation import Example, FusedKernel, OnRank, Operation, Plan, Shared, Spec
 from .rows import Rows, rows_of_shard
-from .shards import shards_as_they_arrive
+from .shards import gathered, shards_as_they_arrive
 
 
 def all_gather_wgrad(
@@ -83,10 +83,7 @@ def local(plan: Plan, x: Tensor, dys: list[Tensor], dtype: torch.dtype) -> list[
 
 def collective(plan: Plan, x: Tensor, dys: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The process group's all_gather, then matmuls."""
-    rows, comm = plan.rows, plan.comm
-    with comm.agreed(plan.signature):
-        counts = [rows.local(p) for p in range(comm.world_size)]
-        full = rows.gather(comm.all_gather(x, counts).split(counts))
+    full = gathered(plan, x)
     return [matmul_as(dy.t(), full, dtype) for dy in dys]
 
 

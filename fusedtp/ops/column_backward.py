@@ -100,8 +100,7 @@ def wgrads(
     for p, shard in arriving:
         with comm.span(f"matmul {p}"):
             if full is not None:
-                for block, run in rows.pairs(full, shard, p):
-                    block.copy_(run)
+                rows.put(full, shard, p)
                 continue
             for dw, of_dy in zip(dws, blocks, strict=True):
                 for block, run in zip(of_dy[p], rows.runs(shard, p), strict=True):

@@ -58,9 +58,8 @@ from .operation import (
     wanted,
 )
 from .rows import Rows, rows_of_all, split
-from .shards import gather_rows
+from .shards import TWO_SHOT_BYTES, gather_rows
 
-TWO_SHOT_BYTES = 1 << 20  # chunked: from this size on, an all-reduce is a reduce-scatter and an all-gather
 SUM_ROWS = 64  # rows of a tile that the switch sums at once
 PART_ROWS = 16  # minimum rows in a part of a sum that is split at the end
 ONE_SHOT_BYTES = 1 << 17  # triton: size of one partial; beyond it, W copies of everything cost more than a second hop

@@ -48,7 +48,7 @@ from .operation import (
     wanted,
 )
 from .rows import Rows, rows_of_full
-from .shards import arrived_partials, partials_of, ring
+from .shards import arrived_partials, partials_of, ring, scattered
 
 FEW_ROWS = 256  # rows of all ranks, up to which one tile holds them all
 BEHIND = 2  # rounds after which most of a window has arrived; predicted times grow with fewer or more
@@ -141,13 +141,10 @@ def local(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Ten
 
 def collective(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     """Matmul, then the process group's reduce_scatter."""
-    rows, comm = plan.rows, plan.comm
     xs, weights = joined(xs, weights)
-    partial = xs[0].new_empty(rows.total, weights[0].shape[0])
+    partial = xs[0].new_empty(plan.rows.total, weights[0].shape[0])
     sum_linear_into(partial, xs, weights)
-    with comm.agreed(plan.signature):
-        counts = [rows.local(p) for p in range(comm.world_size)]
-        return comm.reduce_scatter(rows.ordered_by_rank(partial), counts, bias)
+    return scattered(plan, partial, bias)
 
 
 def chunked(plan: Plan, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:

@@ -72,6 +72,11 @@ class Rows:
         """(view of the global rows, view of the local rows) of rank p, one pair per batch entry."""
         return zip(self.blocks(full, p), self.runs(local, p), strict=True)
 
+    def put(self, full: Tensor, local: Tensor, p: int) -> None:
+        """Copy rank p's local rows to their places in the global rows."""
+        for block, run in self.pairs(full, local, p):
+            block.copy_(run)
+
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
         """Every rank's local [local(p), N] -> global [total, N]."""
         if self.batch == 1:

@@ -45,7 +45,7 @@ from .launch.plain import scale_step
 from .launch.run import check, machine_for
 from .operation import FusedKernel, OnRank, Operation, Plan, Shared, Spec
 from .rows import Rows, rows_of_shard
-from .shards import shards_as_they_arrive
+from .shards import gathered, shards_as_they_arrive
 
 Result = list[Tensor]  # y_i, and the packed rows of all ranks if `keep`
 
@@ -134,10 +134,7 @@ def collective(
     biases: list[Tensor | None], dtype: torch.dtype, keep: bool,
 ) -> Result:  # fmt: skip
     """The process group's all_gather, then matmuls."""
-    rows, comm = plan.rows, plan.comm
-    with comm.agreed(plan.signature):
-        counts = [rows.local(p) for p in range(comm.world_size)]
-        full = rows.gather(comm.all_gather(packed, counts).split(counts))
+    full = gathered(plan, packed)
     ys = _products(full, kind, weights, w_scales, biases, dtype)
     return [*ys, full] if keep else ys
 
@@ -156,11 +153,9 @@ def chunked(
             with comm.span(f"matmul {p}"):
                 ys = _products(shard, kind, wide, w_scales, biases, dtype)
                 for out, y in zip(outs, ys, strict=True):
-                    for block, run in rows.pairs(out, y, p):
-                        block.copy_(run)
+                    rows.put(out, y, p)
             if full is not None:
-                for block, run in rows.pairs(full, shard, p):
-                    block.copy_(run)
+                rows.put(full, shard, p)
     return outs if full is None else [*outs, full]
 
 

@@ -26,7 +26,6 @@ from . import fp8
 from .launch.run import check, machine_for
 from .matmul import sum_in_rank_order
 from .matmul_all_reduce import (
-    TWO_SHOT_BYTES,
     all_reduce_slot_bytes,
     kernel_for,
     prepare_few,
@@ -39,7 +38,7 @@ from .rows import split
 from .scaled_matmul_reduce_scatter import OPERANDS, local, reference, scale_pointers, scaled
 from .scaled_matmul_reduce_scatter import chunked as reduce_scatter_chunked
 from .scaled_matmul_reduce_scatter import op as reduce_scatter
-from .shards import gather_rows
+from .shards import TWO_SHOT_BYTES, gather_rows
 
 
 def scaled_matmul_all_reduce(

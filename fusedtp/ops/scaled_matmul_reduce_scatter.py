@@ -29,7 +29,7 @@ from .matmul import sum_in_rank_order
 from .matmul_reduce_scatter import kernel_for, pointers, prepare, prepare_few_rows, scatter_slot_bytes
 from .operation import FusedKernel, OnRank, Operation, Plan, Shared, Spec
 from .rows import rows_of_full
-from .shards import arrived_partials, partials_of, ring
+from .shards import arrived_partials, partials_of, ring, scattered
 
 OPERANDS = "Tensor x, Tensor x_scale, Tensor weight, Tensor w_scale, Tensor? bias, ScalarType dtype"  # of engines
 
@@ -94,11 +94,7 @@ def collective(
     plan: Plan, x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
     """Matmul, then the process group's reduce_scatter."""
-    rows, comm = plan.rows, plan.comm
-    partial = fp8.product(x, x_scale, w, w_scale, None, dtype)
-    with comm.agreed(plan.signature):
-        counts = [rows.local(p) for p in range(comm.world_size)]
-        return comm.reduce_scatter(rows.ordered_by_rank(partial), counts, bias)
+    return scattered(plan, fp8.product(x, x_scale, w, w_scale, None, dtype), bias)
 
 
 def chunked(

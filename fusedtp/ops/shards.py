@@ -126,8 +126,7 @@ def gather_rows(comm: Communicator, x: Tensor, rows: Rows) -> Tensor:
     out = x.new_empty(rows.total, width)
     with comm.workspace.call(signature, rows.longest * width * x.element_size()) as call:
         for p, shard in shards_as_they_arrive(call, comm, x, rows):
-            for block, part in rows.pairs(out, shard, p):
-                block.copy_(part)
+            rows.put(out, shard, p)
     return out
 
 
@@ -146,8 +145,7 @@ def gather_tensors(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
         call.publish_all()
         for p in as_they_arrive(call, comm):
             for x, out, of_x in zip(xs, outs, shards, strict=True):
-                for block, part in rows.pairs(out, x if p == comm.rank else of_x[p], p):
-                    block.copy_(part)
+                rows.put(out, x if p == comm.rank else of_x[p], p)
     return outs
 
 
@@ -197,20 +195,22 @@ def _reduce_rows(plan: Plan, x: Tensor) -> Tensor:
         return sum_in_rank_order(parts)
 
 
-# -- collective ------------------------------------------------------------------------------------------------------
+# -- collective; other operations use these too ------------------------------------------------------------------------
 
 
-def _all_gather(plan: Plan, x: Tensor) -> Tensor:
+def gathered(plan: Plan, x: Tensor) -> Tensor:
+    """The process group's all_gather: x [local rows, N] -> [rows.total, N]."""
     rows, comm = plan.rows, plan.comm
     with comm.agreed(plan.signature):
         counts = [rows.local(p) for p in range(comm.world_size)]
         return rows.gather(comm.all_gather(x, counts).split(counts))
 
 
-def _reduce_scatter(plan: Plan, x: Tensor) -> Tensor:
+def scattered(plan: Plan, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The process group's reduce_scatter: x [rows.total, N], a partial on every rank -> [local rows, N], plus bias."""
     rows, comm = plan.rows, plan.comm
     with comm.agreed(plan.signature):
-        return comm.reduce_scatter(rows.ordered_by_rank(x), [rows.local(p) for p in range(comm.world_size)])
+        return comm.reduce_scatter(rows.ordered_by_rank(x), [rows.local(p) for p in range(comm.world_size)], bias)
 
 
 def _all_reduce(plan: Plan, x: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ all_gather_rows = Operation(
     "Tensor",
     fake=lambda spec, x: x.new_empty(spec.batch * sum(spec.sizes), x.shape[1]),
     shared=_shared,
-    engines=dict(local=_local, collective=_all_gather, chunked=lambda plan, x: gather_rows(plan.comm, x, plan.rows)),
+    engines=dict(local=_local, collective=gathered, chunked=lambda plan, x: gather_rows(plan.comm, x, plan.rows)),
     slot_bytes=dict(chunked=lambda rows, shared: rows.longest * shared.features * shared.dtype.itemsize),
 )
 
@@ -273,7 +273,7 @@ reduce_scatter_rows = Operation(
     shared=_shared,
     engines=dict(
         local=_local,
-        collective=_reduce_scatter,
+        collective=scattered,
         chunked=lambda plan, x: scatter_rows(plan.comm, x, plan.rows),
     ),
     slot_bytes=dict(chunked=lambda rows, shared: rows.total * shared.features * shared.dtype.itemsize),
@@ -282,7 +282,7 @@ reduce_scatter_rows = Operation(
 all_gather_tensors = _of_several(
     "all_gather_tensors",
     lambda spec: spec.batch * sum(spec.sizes),
-    collective=_all_gather,
+    collective=gathered,
     chunked=gather_tensors,
     rows_in_slot=lambda rows: rows.longest,
 )
@@ -290,7 +290,7 @@ all_gather_tensors = _of_several(
 reduce_scatter_tensors = _of_several(
     "reduce_scatter_tensors",
     lambda spec: spec.batch * spec.sizes[spec.rank],
-    collective=_reduce_scatter,
+    collective=scattered,
     chunked=scatter_tensors,
     rows_in_slot=lambda rows: rows.total,
 )
