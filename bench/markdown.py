@@ -1,11 +1,12 @@
-"""python -m bench.markdown RESULT.json: prints a saved result as the tables of the README, docs/measured.md or
-docs/gpu.md, or of the suite `train`.
+"""python -m bench.markdown RESULT.json: prints a saved result as the tables of docs/measured.md, docs/gpu.md or
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ def trainer(result: dict[str, Any]) -> str:
     ]
     told = []
     for row in result["rows"]:
+        if row["suite"] != TRAIN:
+            continue
         shape, figures = row["shape"], row["figures"]
         if shape.get("part") != "bubble" or not figures:
             told += [f"- {shape['part']}: {row['note']}"] if row["note"] else []
@@ -77,6 +80,7 @@ def trainer(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *told])
 
 
+TRAIN = "train"  # the suite whose rows have a table of their own
 RIVALS = {  # suite -> (the baseline, ours)
     "matmul": ("torch.matmul (cuBLAS)", "fusedtp triton"),
     "grouped-matmul": ("torch grouped_mm", "fusedtp triton"),
@@ -88,16 +92,15 @@ RIVALS = {  # suite -> (the baseline, ours)
 
 
 def engines(result: dict[str, Any], **only: Any) -> str:
-    """One table per suite and kind of shape, in microseconds: one row per shape that matches `only`, one column per
-    engine, then the time of the suite's baseline over ours, and MFU if it was measured.
+    """One table per suite, kind of shape and dtype, in microseconds: one row per shape that matches `only`, one column
+    per engine, then the time of the suite's baseline over ours, and MFU if it was measured.
     """
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if row["seconds"] and row["suite"] != TRAIN and all(row["shape"].get(k, v) == v for k, v in only.items()):
+            groups.setdefault((row["suite"], tuple(row["shape"]), row["dtype"]), []).append(row)
     tables = []
-    for suite, named in dict.fromkeys((row["suite"], tuple(row["shape"])) for row in result["rows"]):
-        rows = [row for row in result["rows"] if (row["suite"], tuple(row["shape"])) == (suite, named)]
-        rows = [row for row in rows if row["seconds"]]
-        rows = [row for row in rows if all(row["shape"].get(k, v) == v for k, v in only.items())]
-        if not rows:
-            continue
+    for (suite, _, dtype), rows in groups.items():
         names = list(dict.fromkeys(row["engine"] for row in rows))
         shapes = list({str(row["shape"]): row["shape"] for row in rows}.values())
         common = [k for k, v in shapes[0].items() if all(shape[k] == v for shape in shapes)]
@@ -105,9 +108,9 @@ def engines(result: dict[str, Any], **only: Any) -> str:
         fields = [k for k in shapes[0] if k not in common]
         rival, ours = RIVALS.get(suite, ("", ""))
         rival = rival if ours in names else ""
-        mfu = any("mfu" in row["figures"] for row in rows)
+        mfu = any("mfu" in row.get("figures", {}) for row in rows)
         header = [*fields, *names, *([f"{rival} / {ours}"] if rival else []), *(["MFU"] if mfu else [])]
-        lines = [f"`{suite}`, {told}, {rows[0]['dtype']}, us:", "", "| " + " | ".join(header) + " |"]
+        lines = [f"`{suite}`, {told}, {dtype}, us:", "", "| " + " | ".join(header) + " |"]
         lines.append("|" + "---|" * len(fields) + "---:|" * (len(header) - len(fields)))
         for shape in shapes:
             us = {r["engine"]: 1e6 * r["seconds"]["median"] for r in rows if r["shape"] == shape}
@@ -127,8 +130,10 @@ def machine(result: dict[str, Any]) -> str:
     """The machine, the versions and the command of a measurement."""
     about = result["machine"]
     if about.get("gpu"):
+        state = about["gpu_state"]  # None where nvidia-smi did not answer
+        driver = f" (driver {state['driver_version']})" if state else ""
         return (
-            f"{about['gpu']} (driver {about['gpu_state']['driver_version']}), Python {about['python']}, "
+            f"{about['gpu']}{driver}, Python {about['python']}, "
             f"torch {about['torch']}, Triton {about['triton']}, commit {about['commit']}, `{about['command']}`"
         )
     return (
@@ -137,14 +142,35 @@ def machine(result: dict[str, Any]) -> str:
     )
 
 
-if __name__ == "__main__":
-    found = json.loads(Path(sys.argv[1]).read_text())
-    if found["machine"].get("gpu"):
-        tables = [engines(found)]
-    elif "rows" in found:
-        tables = [trainer(found)]
-    elif "results" in found:
-        tables = [foreign(found)]
+def shown(result: dict[str, Any]) -> str:
+    """The machine and the tables of a result. Raises ValueError for a result of another kind."""
+    if not isinstance(result, dict):
+        raise ValueError("not a result")
+    if "machine" in result and "rows" in result:
+        suites = {row["suite"] for row in result["rows"]}
+        tables = [engines(result)] if suites != {TRAIN} else []
+        tables += [trainer(result)] if TRAIN in suites else []
+    elif "machine" in result and "results" in result:
+        tables = [foreign(result)]
+    elif "machine" in result and "operations" in result:
+        tables = [operations(result), training_step(result)]
     else:
-        tables = [operations(found), training_step(found)]
-    print("\n\n".join([machine(found), *tables]))
+        raise ValueError(f"neither a result of a suite nor of `cpu` or `hf`: it holds {', '.join(result)}")
+    return "\n\n".join([machine(result), *tables])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the tables; 2 for a file that this command cannot show."""
+    if len(argv) != 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        print(shown(json.loads(Path(argv[0]).read_text())))
+    except (OSError, ValueError) as error:
+        print(f"bench.markdown: {argv[0]}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
