@@ -147,7 +147,7 @@ $(INSTALLED): pyproject.toml constraints.txt constraints-cpu.txt $(TORCH_FROM) |
 	$(PIP) install --no-compile $$more -c constraints.txt torch; \
 	pins=constraints-cpu.txt; \
 	if $(PIP) show torch | grep -q '^Requires:.*triton'; then pins=constraints.txt; fi; \
-	$(PIP) install --no-compile $$more --no-build-isolation -c $$pins -e '.[dev,bench]'; \
+	$(PIP) install --no-compile $$more --no-build-isolation -c $$pins -e '.[dev]'; \
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true; \
 	touch $@
 
