@@ -11,10 +11,6 @@ import sys
 
 COMMANDS = {
     "train": ("fusedtp.commands.launch", "train a Transformer with fused tensor parallelism on real text"),
-    "warmup": (
-        "fusedtp.commands.launch:warmup_main",
-        "compile the kernels of a train configuration before it starts",
-    ),
     "generate": ("fusedtp.commands.runs:generate_main", "continue a text with the model of a run"),
     "checkpoints": ("fusedtp.commands.runs", "list, verify or export the checkpoints of a run"),
     "report": (

@@ -1,6 +1,6 @@
 """Subcommands of `fusedtp` that run training and work with its outputs.
 
-    launch    train, finetune, warmup: command line -> validation -> torchrun -> one process per rank
+    launch    train, finetune: command line -> validation -> torchrun -> one process per rank
     elastic   adapts the mesh to the available ranks
     build     builds the model of a configuration on a rank
     run       a whole run on one rank: build, resume, train, verify, sample

@@ -1,20 +1,9 @@
-"""`fusedtp train`, `finetune`, `warmup`: validate everything, start the ranks, run one rank.
+"""`fusedtp train`, `finetune`: validate everything, start the ranks, run one rank.
 
     fusedtp train ...            validates; then starts torchrun with one process per rank (not for a single rank)
       fusedtp train ... (rank)   the run itself; the user's own torchrun starts this on every node too
 
 Options, shapes, data and the run folder are validated before any process starts, and all errors are reported together.
-
-Note [Warm-up]
-`fusedtp warmup`: compile the kernels of a configuration once, before many ranks compile them at the same time.
-
-    TRITON_CACHE_DIR=/shared/triton fusedtp warmup OPTIONS      on one machine, with the options of `fusedtp train`
-    TRITON_CACHE_DIR=/shared/triton torchrun ... -m fusedtp train OPTIONS
-
-The compiled kernels depend on the ranks that share a layer and on the shapes on one rank, not on the number of layers,
-stages or replicas. So one group of such ranks trains a model with one layer of each kind, on microbatches of the same
-size, with the trainer's own step and validation. Only the caches and the token files are kept; the run's folder is not
-touched. On CPU nothing is compiled, and the step only shows that the configuration trains.
 
 Note [Finetune]
 `fusedtp finetune`: `fusedtp train --model` with defaults for a short run on a pretrained model.
@@ -40,7 +29,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -55,21 +44,18 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from fusedtp.comm import PeerDied
 from fusedtp.comm.signature import OF_KERNELS
 from fusedtp.commands import elastic, runs
-from fusedtp.commands.build import build_stages, foreign_faults, shard_faults
-from fusedtp.commands.results import screen
+from fusedtp.commands.build import foreign_faults, shard_faults
 from fusedtp.commands.run import (
     END,
     INCIDENTS,
     PIPELINE,
     SAVES,
-    batches_of,
     deterministic,
     ended_in_order,
     misfits,
     note_incident,
     other_tokens,
     run,
-    trainer_of,
 )
 from fusedtp.commands.verify import VerificationFailed
 from fusedtp.environment import cores
@@ -94,7 +80,7 @@ from fusedtp.train.config import (
     with_tokenizer,
 )
 from fusedtp.train.data import Batches, build_tokens, text_faults
-from fusedtp.train.mesh import Place, World, device_type, sees_one_gpu, torchrun_place, world_of
+from fusedtp.train.mesh import Place, device_type, sees_one_gpu, torchrun_place, world_of
 from fusedtp.train.pulse import FLIGHT, HANG, RankHung, closed_by_a_peer, record_flight
 from fusedtp.train.watch import RANKS, NotFinite
 
@@ -469,94 +455,6 @@ def as_asked(faults: list[str], argv: list[str]) -> list[str]:
 def report(faults: list[str], command: str = "train") -> None:
     for fault in faults:
         print(f"fusedtp {command}: error: {fault}", file=sys.stderr)
-
-
-# -- fusedtp warmup ----------------------------------------------------------------------------------------------------
-
-WARMUP = "Compile the kernels of a fusedtp train configuration once, before many ranks compile them at the same time."
-CACHES = {"TRITON_CACHE_DIR": "kernels", "TORCHINDUCTOR_CACHE_DIR": "attention with a mask of blocks"}
-
-
-def warmup_main(argv: list[str]) -> int:
-    """Returns the exit code."""
-    config, place = parse(argv, "warmup", WARMUP), torchrun_place()
-    here = default_ranks(replace(config, parallel=replace(config.parallel, dp=None, pp=1)))
-    _, tp = layout(config, here, here)
-    found = faults(config, config.parallel.dp or 1, tp)
-    if config.parallel.tp is None and config.parallel.dp is not None:
-        found.append("give --tp: with --dp alone, tp depends on the number of ranks of the whole job")
-    if not found:
-        config = of_one_group(config, tp)
-        dp = config.parallel.dp or 1
-        found = faults(config, dp, tp) + shard_faults(config, dp, tp)
-        ranks, local_ranks = place[2:] if place else (dp * tp, dp * tp)
-        found += machine_faults(config, dp, tp, ranks, local_ranks)
-        found += data_faults(config) if place is None else []
-    if found:
-        report(found, "warmup")
-        return WRONG_USAGE
-    if place is None and dp * tp > 1:
-        return launch(argv, dp * tp, "warmup")
-    with (
-        deterministic(config.run.determinism),
-        world_of(dp, tp, device_type(config.run.device), config.parallel.ep) as world,
-    ):
-        tokens = prepare_data(config)
-        before, begin = entries(), time.perf_counter()
-        warm_step(config, tokens, world)
-        world.wait_for_all()
-        console = screen(quiet=world.rank != 0)
-        console.print(warmed(config, world, before, time.perf_counter() - begin), highlight=False)
-    return 0
-
-
-def of_one_group(config: TrainConfig, tp: int) -> TrainConfig:
-    """The smallest configuration with all shapes of this one: the ranks that share a layer, a layer of each kind."""
-    model, data, parallel, run = config.model, config.data, config.parallel, config.run
-    dp = (parallel.ep or tp) // tp
-    dense = min(1, model.dense_layers) if model.experts else 0
-    pieces = 1 if parallel.pp > 1 else data.accumulate  # without stages, a validation is not split into microbatches
-    rows = data.batch // (data.accumulate * (parallel.dp or 1))
-    return replace(
-        config,
-        model=replace(model, layers=dense + 1, dense_layers=dense),
-        data=replace(data, batch=rows * dp * pieces, accumulate=pieces, val_batches=1),
-        optim=replace(config.optim, steps=1),
-        parallel=replace(parallel, pp=1, tp=tp, dp=dp, dp_replicate=1, elastic=False),
-        run=replace(run, replace=True, resume=False, step=None),  # ignore an existing run
-    )
-
-
-def warm_step(config: TrainConfig, tokens: Path, world: World) -> None:
-    """One training step and a validation of a model that is then discarded."""
-    torch.manual_seed(config.run.seed)
-    model, pipeline = build_stages(config, world)
-    batches = batches_of(config, tokens, world)
-    trainer_of(config, world, batches, model, pipeline).train(config.optim.steps)
-
-
-def entries() -> dict[str, int]:
-    """Number of entries in each compiler cache that the environment names."""
-    folders = {name: Path(os.environ[name]) for name in CACHES if name in os.environ}
-    return {name: len(list(path.iterdir())) if path.is_dir() else 0 for name, path in folders.items()}
-
-
-def warmed(config: TrainConfig, world: World, before: dict[str, int], seconds: float) -> str:
-    """A message about the step that was trained, and the new cache entries."""
-    rows, length = config.data.batch // (world.dp * config.data.accumulate), config.data.length
-    did = (
-        f"trained one step, {rows} x {length} tokens at a time, on {world.size} ranks, {config.model.layers} layers, "
-        f"in {seconds:.1f} s; the token files are built"
-    )
-    if world.device.type == "cpu":
-        return did + ("" if config.blocks.compile else "; on a CPU there is nothing to compile")
-    lines = [did]
-    for name, what in CACHES.items():
-        if name in before:
-            lines.append(f"{what}: {entries()[name] - before[name]} new entries in {os.environ[name]}")
-        else:
-            lines.append(f"{what}: set {name} to a folder that all machines share; without it, each has its own cache")
-    return "\n".join(lines)
 
 
 # -- fusedtp finetune --------------------------------------------------------------------------------------------------
