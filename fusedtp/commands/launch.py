@@ -76,7 +76,6 @@ from fusedtp.train.config import (
     resumed,
     saved,
     saved_faults,
-    with_dp,
     with_tokenizer,
 )
 from fusedtp.train.data import Batches, build_tokens, text_faults
@@ -128,7 +127,7 @@ def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
         found += foreign_faults(config, dp, tp)
     if found:
         if place is None or place.local_rank == 0:
-            report(as_asked(found, argv), command)
+            report(found, command)
         return WRONG_USAGE
     if place is None and ranks > 1:
         return launch(argv, ranks, command, config.run.folder, config.run.max_restarts)
@@ -446,12 +445,6 @@ def _recorded(failure: ProcessFailure) -> str | None:
     return str(message["message"] if isinstance(message, dict) else message)
 
 
-def as_asked(faults: list[str], argv: list[str]) -> list[str]:
-    """The messages with the option names that `argv` uses: --microbatches or --accumulate."""
-    other = any(word.partition("=")[0] == "--microbatches" for word in argv)
-    return [fault.replace("--accumulate", "--microbatches") if other else fault for fault in faults]
-
-
 def report(faults: list[str], command: str = "train") -> None:
     for fault in faults:
         print(f"fusedtp {command}: error: {fault}", file=sys.stderr)
@@ -506,7 +499,7 @@ def parse_finetune(argv: list[str]) -> FinetuneConfig:
     default = dataclasses.replace(FINETUNE, optim=optim)
     if (before := resumed(first)) is not None:
         default = FinetuneConfig(**vars(before), out=_out_of(first.run.folder))
-    return with_tokenizer(with_dp(_parse_finetune(argv, default), argv))
+    return with_tokenizer(_parse_finetune(argv, default))
 
 
 def _out_of(folder: Path) -> Path | None:

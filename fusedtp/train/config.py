@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import tyro
@@ -139,7 +139,7 @@ class DataOptions:
     """Sequence length in tokens."""
     batch: int = 16
     """Global batch size: sequences per step, over all ranks and accumulated microbatches."""
-    accumulate: Annotated[int, tyro.conf.arg(aliases=("--microbatches",))] = 1
+    accumulate: int = 1
     """Microbatches whose gradients are accumulated per optimizer step; with --pp, the pipeline's microbatches."""
     val_batches: int = 12
     """Batches of held-out text used for the validation loss."""
@@ -281,8 +281,6 @@ class ParallelOptions:
     """Data-parallel ranks, sharded by FSDP2; default: all ranks / (pp x tp)."""
     dp_replicate: int = 1
     """HSDP: number of replicas, that is groups of data-parallel ranks that each hold all shards."""
-    dp_shard: int | None = None
-    """Instead of --dp: data-parallel ranks per replica; dp is then dp-replicate x dp-shard."""
     data_parallel: Literal["zero3", "zero2", "zero1", "ddp"] | None = None
     """Sharded over data-parallel ranks: zero1: optimizer state; zero2: gradients too; zero3: parameters too; ddp: none.
     Default: zero3; with --pp zero1, since schedules keep parameters and gradients whole in a step."""
@@ -335,19 +333,7 @@ class ParallelOptions:
             )
         if self.kind == "ddp" and self.dp_replicate > 1:
             found.append(f"--dp-replicate {self.dp_replicate} with --data-parallel ddp, which shards nothing")
-        return found + self._shard_faults()
-
-    def _shard_faults(self) -> list[str]:
-        copies, shards = self.dp_replicate, self.dp_shard
-        if shards is None:
-            return []
-        if shards < 1:
-            return [f"--dp-shard {shards} is not positive"]
-        if self.dp != copies * shards:
-            return [f"--dp {self.dp} is not --dp-replicate {copies} x --dp-shard {shards}"]
-        if self.kind == "ddp" and shards > 1:
-            return [f"--dp-shard {shards} with --data-parallel ddp, which shards nothing"]
-        return []
+        return found
 
 
 @dataclass(frozen=True)
@@ -460,7 +446,7 @@ def _not_positive(options: object, *names: str) -> list[str]:
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"  # in a run's folder
-RETIRED = ("reshard",)  # removed options that config.json of older runs still has
+RETIRED = ("reshard", "dp_shard")  # removed options that config.json of older runs still has
 
 
 @dataclass(frozen=True)
@@ -561,23 +547,10 @@ def _parse(argv: list[str], default: TrainConfig, command: str, description: str
         tyro.conf.OmitArgPrefixes[TrainConfig], prog=f"fusedtp {command}", description=description, args=argv,
         default=default,
     )  # fmt: skip
-    return with_tokenizer(with_dp(made, argv))
+    return with_tokenizer(made)
 
 
 C = TypeVar("C", bound=TrainConfig)
-
-
-def with_dp(config: C, argv: list[str]) -> C:
-    """Replace dp_shard by the dp that it implies. An invalid dp_shard is kept, so that `faults` reports it."""
-    parallel = config.parallel
-    if parallel.dp_shard is None:
-        return config
-    folded = dataclasses.replace(parallel, dp=parallel.dp_replicate * parallel.dp_shard)
-    if any(word.split("=")[0] == "--dp" for word in argv):
-        folded = dataclasses.replace(folded, dp=parallel.dp)
-    if not folded._shard_faults():
-        folded = dataclasses.replace(folded, dp_shard=None)
-    return dataclasses.replace(config, parallel=folded)
 
 
 def with_tokenizer(config: C) -> C:

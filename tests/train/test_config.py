@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusedtp.commands.build import model_config
-from fusedtp.commands.launch import parse_finetune
 from fusedtp.train.config import (
     CheckpointOptions,
     DataOptions,
@@ -83,40 +82,22 @@ def test_heads_that_do_not_divide_say_which_sizes_work():
         ("--tp 2 --dp 2", 2, 2, (2, 2)),
         ("--dp 4", 2, 2, (4, 1)),
         ("--tp 0", 2, 2, (2, 0)),
-        ("--dp-shard 2 --tp 2", 8, 8, (2, 2)),
-        ("--dp-shard 2 --dp-replicate 3", 12, 12, (6, 2)),
-        ("--dp-shard 2 --dp-replicate 3 --dp=6", 12, 12, (6, 2)),
     ],
 )
 def test_ranks_are_shared_out(arguments, ranks, local_ranks, wanted):
     assert layout(parse(arguments.split()), ranks, local_ranks) == wanted
 
 
-@pytest.mark.parametrize(
-    ("arguments", "wanted"),
-    [
-        ("--dp 4 --dp-replicate 3 --dp-shard 2 --batch 12", "--dp 4 is not --dp-replicate 3 x --dp-shard 2"),
-        ("--dp-shard 0", "--dp-shard 0 is not positive"),
-        ("--dp-shard 2 --data-parallel ddp", "--dp-shard 2 with --data-parallel ddp, which shards nothing"),
-    ],
-)
-def test_shards_that_cannot_be_are_said(arguments, wanted):
-    config = parse(arguments.split())
-    assert wanted in faults(config, *layout(config, 8, 8))
-
-
-def test_microbatches_and_shards_are_options_by_their_own_names(tmp_path):
-    """A resumed run keeps their values; options that are given again override them."""
-    asked = f"--runs {tmp_path} --tp 2 --pp 2 --dp-shard 2 --dp-replicate 2 --microbatches 8".split()
-    config = parse(asked)
-    assert (config.data.accumulate, config.parallel.dp, config.parallel.copies(4)) == (8, 4, 2)
+def test_a_run_of_an_older_version_is_read_without_the_options_that_are_gone(tmp_path):
+    """Options that are given again come before those of the run."""
+    config = parse(f"--runs {tmp_path} --tp 2 --dp 4 --dp-replicate 2 --accumulate 8".split())
+    plain = config.to_dict()
+    plain["parallel"] |= {"dp_shard": None, "reshard": True}
     config.run.folder.mkdir()
-    (config.run.folder / "config.json").write_text(json.dumps(config.to_dict()))
+    (config.run.folder / "config.json").write_text(json.dumps(plain))
     again = ["--runs", str(tmp_path), "--resume"]
-    assert parse(again).parallel == config.parallel
-    assert parse([*again, "--dp-shard", "1"]).parallel == replace(config.parallel, dp=2)
+    assert parse(again).parallel == config.parallel and parse(again).data == config.data
     assert parse([*again, "--dp", "2"]).parallel == replace(config.parallel, dp=2)
-    assert parse_finetune(["--dp-shard", "3"]).parallel == ParallelOptions(tp=2, dp=3)
 
 
 @pytest.mark.parametrize(
