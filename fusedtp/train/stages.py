@@ -23,13 +23,9 @@ it gathered, and reduces its gradient after the first stage's last backward, whi
 
 Note [Timeline]
 The actions of one pipeline step: when each rank ran which pass of which stage and microbatch.
-    with recording(stages, mesh, device) as timeline:     stages: this rank's PipelineStages of torch
-        schedule.step(...)
-    timeline.gathered()                                   every rank's actions
-
-torch's schedules call three methods of a stage, one per kind of pass. `recording` wraps them with a timer on these
-instances and removes it afterwards, so that other steps are unaffected. Sends and receives happen outside these
-methods: the time between two actions of a rank was spent waiting, sending and receiving.
+torch's schedules call three methods of a stage, one per kind of pass. _TimedStage overrides them, books their time, and
+appends to a timeline in a step that is recorded. Sends and receives happen outside these methods: the time between two
+actions of a rank was spent waiting, sending and receiving.
 
 Ranks meet in a barrier before the recorded step, and times count from there. On CPU the clock is the host's, which all
 ranks of a machine share. On GPU, events are recorded on the compute stream and read after the step.
@@ -41,7 +37,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -345,23 +340,28 @@ class _TimedStage(PipelineStage):
     """A PipelineStage that books its passes as compute. The rest of a schedule's time is spent sending and waiting."""
 
     clocks: Clocks
+    timeline: Timeline | None = None
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        return self._pass("forward", super().forward_one_chunk, *args, **options)
+        return self._pass(FORWARD, "forward", super().forward_one_chunk, *args, **options)
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        return self._pass("backward", super().backward_one_chunk, *args, **options)
+        kind = INPUT if options.get("full_backward") is False else BACKWARD
+        return self._pass(kind, "backward", super().backward_one_chunk, *args, **options)
 
     def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
-        return self._pass("weights' backward", super().backward_weight_one_chunk, *args, **options)
+        return self._pass(WEIGHT, "weights' backward", super().backward_weight_one_chunk, *args, **options)
 
     def perform_reduce_grad(self, *args: Any) -> Any:
         with self.clocks("compute"):
             return super().perform_reduce_grad(*args)
 
-    def _pass(self, name: str, method: Any, microbatch: int, *args: Any, **options: Any) -> Any:
+    def _pass(self, kind: str, name: str, method: Any, microbatch: int, *args: Any, **options: Any) -> Any:
+        begin = None if self.timeline is None else self.timeline.now()
         with self.clocks("compute"):
             out = method(microbatch, *args, **options)
+        if self.timeline is not None:
+            self.timeline.marks.append((self.stage_index, kind, microbatch, begin, self.timeline.now()))
         self.clocks.called(f"the pipeline, after {name} of microbatch {microbatch} in stage {self.stage_index}")
         return out
 
@@ -443,8 +443,15 @@ class Pipeline:
             yield
             return
         stages = getattr(schedule, "_stages", None) or [schedule._stage]  # a schedule with one stage per rank
-        with recording(stages, self.mesh, self.device) as timeline:
+        timeline = Timeline(self.mesh, self.device)
+        for stage in stages:
+            stage.timeline = timeline
+        try:
+            timeline.start()
             yield
+        finally:
+            for stage in stages:
+                stage.timeline = None
         tell(timeline.gathered())
 
     @torch.no_grad()
@@ -561,13 +568,7 @@ class Pipeline:
 
 # -- timeline ----------------------------------------------------------------------------------------------------------
 
-FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"  # B is I and W in one pass
-PASSES = {  # torch's methods; backward_one_chunk(full_backward=False) is I
-    "forward_one_chunk": FORWARD,
-    "backward_one_chunk": BACKWARD,
-    "backward_weight_one_chunk": WEIGHT,
-}
-
+FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"  # kinds of passes; B is I and W in one
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same for all processes that share CLOCK_MONOTONIC
 
 
@@ -583,33 +584,29 @@ class Action(NamedTuple):
 
 
 class Timeline:
-    """Records the actions of this rank from `start` on."""
+    """The actions of this rank from `start` on.
+
+    marks   (stage, kind, microbatch, begin, end) of each pass; begin and end are as `now` returns them
+    """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh, self.device = mesh, device
-        self._marks: list[tuple[int, str, int, Any, Any]] = []
+        self.marks: list[tuple[int, str, int, Any, Any]] = []
         self._start: Any = None
 
     def start(self) -> None:
         """Wait for the other ranks; times count from here. Collective."""
         group = self.mesh.get_group()
         dist.barrier(group)
-        self._start = self._now()
+        self._start = self.now()
         if self.device.type != "cuda":
             every: list[Any] = [None] * self.mesh.size()
             machine = BOOT_ID.read_text()
             dist.all_gather_object(every, (machine, self._start), group=group)
             self._start = max(start for where, start in every if where == machine)
 
-    def timed(self, stage: int, name: str, method: Any, microbatch: int, *args: Any, **options: Any) -> Any:
-        """Call a method of a stage and record when it began and ended."""
-        begin = self._now()
-        result = method(microbatch, *args, **options)
-        kind = INPUT if options.get("full_backward") is False else PASSES[name]
-        self._marks.append((stage, kind, microbatch, begin, self._now()))
-        return result
-
-    def _now(self) -> Any:
+    def now(self) -> Any:
+        """A point in time: on CPU of the host's clock, on GPU an event."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -628,7 +625,7 @@ class Timeline:
         rank = self.mesh.get_local_rank()
         return [
             Action(rank, stage, kind, microbatch, self._seconds(begin), self._seconds(end))
-            for stage, kind, microbatch, begin, end in self._marks
+            for stage, kind, microbatch, begin, end in self.marks
         ]
 
     def gathered(self) -> list[Action]:
@@ -636,19 +633,3 @@ class Timeline:
         every: list[Any] = [None] * self.mesh.size()
         dist.all_gather_object(every, self.actions(), group=self.mesh.get_group())
         return [action for part in every for action in part]
-
-
-@contextmanager
-def recording(stages: Sequence[Any], mesh: DeviceMesh, device: torch.device) -> Iterator[Timeline]:
-    """Time the passes of these stages within this context. Collective over the pipeline's mesh."""
-    timeline = Timeline(mesh, device)
-    for stage in stages:
-        for name in PASSES:
-            setattr(stage, name, partial(timeline.timed, stage.stage_index, name, getattr(stage, name)))
-    try:
-        timeline.start()
-        yield timeline
-    finally:
-        for stage in stages:
-            for name in PASSES:
-                delattr(stage, name)  # uncovers the class's method again

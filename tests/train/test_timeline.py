@@ -16,7 +16,6 @@ from fusedtp.train.bubbles import ideal, mean_cost, order_of, recorded_order, sh
 from fusedtp.train.config import parse
 from fusedtp.train.mesh import World
 from fusedtp.train.stages import (
-    PASSES,
     SCHEDULES,
     TWO_PASSES,
     Action,
@@ -44,7 +43,7 @@ def pipeline_of(group: Any, schedule: str) -> Pipeline:
 def recorded(group: Any, schedule: str) -> tuple[list[list[Action]], list[float], bool, Any, Any]:
     """Record the second of three equal steps.
 
-    Returns its actions, all gradient norms, whether a clock is left behind, torch's order, and the idle shares.
+    Returns its actions, all gradient norms, whether later steps are recorded too, torch's order, and the idle shares.
     """
     pipeline = pipeline_of(group, schedule)
     told: list[list[Action]] = []
@@ -57,7 +56,7 @@ def recorded(group: Any, schedule: str) -> tuple[list[list[Action]], list[float]
         pipeline.model.zero_grad()
     torch_schedule = pipeline.torch_schedule(batches)
     stages = getattr(torch_schedule, "_stages", None) or [torch_schedule._stage]
-    left = any(name in vars(stage) for stage in stages for name in PASSES)
+    left = any(stage.timeline is not None for stage in stages)
     return told, norms, left, order_of(pipeline.ran), shares(told[0], pipeline.ran)
 
 
