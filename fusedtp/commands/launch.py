@@ -74,8 +74,6 @@ from fusedtp.train.config import (
     layout,
     parse,
     resumed,
-    saved,
-    saved_faults,
     with_tokenizer,
 )
 from fusedtp.train.data import Batches, build_tokens, text_faults
@@ -96,7 +94,11 @@ LAST_LINES = 20  # lines shown from the stderr of a rank that died without an ex
 
 def main(argv: list[str]) -> int:
     """Run the job, or one rank of it under torchrun; returns the exit code."""
-    return start(parse(argv), argv)
+    try:
+        asked = parse(argv)
+    except ValueError as error:
+        return refused([str(error)])
+    return start(asked, argv)
 
 
 def _asked_before() -> bool:
@@ -107,13 +109,6 @@ def _asked_before() -> bool:
 def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
     """Run the job or one rank of it, with options that are parsed from `argv` of a subcommand."""
     place = torchrun_place()
-    if asked.run.resume and (unread := saved_faults(asked.run.folder)):  # other errors may only follow from this one
-        if place is None or place.local_rank == 0:
-            report(unread, command)
-        return WRONG_USAGE
-    first = (place or Place()).rank == 0 and not _asked_before()
-    if asked.run.resume and first and (why := saved(asked.run.folder)[1]):
-        print(f"fusedtp {command}: {why}", file=sys.stderr)
     ranks, local_ranks = place[2:] if place else 2 * (default_ranks(asked),)
     config, found = elastic.fit(asked, ranks) if asked.parallel.elastic else (asked, [])
     dp, tp = layout(config, ranks, local_ranks)
@@ -126,9 +121,7 @@ def start(asked: TrainConfig, argv: list[str], command: str = "train") -> int:
     if config.foreign.model is not None and not config.data.faults() and not _asked_before():
         found += foreign_faults(config, dp, tp)
     if found:
-        if place is None or place.local_rank == 0:
-            report(found, command)
-        return WRONG_USAGE
+        return refused(found, command)
     if place is None and ranks > 1:
         return launch(argv, ranks, command, config.run.folder, config.run.max_restarts)
     return run_rank(config, dp, tp, asked, command)
@@ -173,8 +166,6 @@ def checkpoint_faults(config: TrainConfig) -> list[str]:
     if config.parallel.elastic and config.run.replace and torchrun_place() and elastic.job() is None:
         return ["--elastic with --replace: give torchrun an --rdzv-id, so that a restart recognizes its checkpoints"]
     run = elastic.goes_on(config, steps).run
-    if run.resume and (unread := saved_faults(run.folder)):
-        return unread
     if steps and elastic.undecided(run.folder):
         return []
     if run.resume and not steps:
@@ -450,6 +441,13 @@ def report(faults: list[str], command: str = "train") -> None:
         print(f"fusedtp {command}: error: {fault}", file=sys.stderr)
 
 
+def refused(faults: list[str], command: str = "train") -> int:
+    """Print the errors, once per machine; returns the exit code."""
+    if (torchrun_place() or Place()).local_rank == 0:
+        report(faults, command)
+    return WRONG_USAGE
+
+
 # -- fusedtp finetune --------------------------------------------------------------------------------------------------
 
 
@@ -472,14 +470,14 @@ FINETUNE = FinetuneConfig(
 
 def finetune_main(argv: list[str]) -> int:
     """Run the job, or one rank of it under torchrun; returns the exit code."""
-    config, place = parse_finetune(argv), torchrun_place() or Place()
-    found = folder_faults(config.out) if config.out is not None else []
-    if found:
-        if place.local_rank == 0:
-            report(found, "finetune")
-        return WRONG_USAGE
+    try:
+        config = parse_finetune(argv)
+    except ValueError as error:
+        return refused([str(error)], "finetune")
+    if config.out is not None and (found := folder_faults(config.out)):
+        return refused(found, "finetune")
     code = start(config, argv, "finetune")
-    if code or config.out is None or place.rank or _asked_before():
+    if code or config.out is None or (torchrun_place() or Place()).rank or _asked_before():
         return code
     if ended_in_order(config.run.folder):  # by a signal, before the last step
         print(f"not all steps were trained: {config.out} is not written")

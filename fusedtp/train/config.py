@@ -20,7 +20,7 @@ import tyro
 
 from fusedtp.nn.heads import heads_split, sizes_that_split
 from fusedtp.parallel import ExpertSplit
-from fusedtp.train.checkpoint import CheckpointError, about, path_of, steps_in
+from fusedtp.train.checkpoint import ABOUT, path_of, steps_in
 from fusedtp.train.data import Ids, Tokenizer, tokenizer_of
 from fusedtp.train.stages import pipeline_faults, two_passes
 
@@ -490,63 +490,43 @@ class TrainConfig:
         return TrainConfig(**made)
 
 
-def parse(argv: list[str], command: str = "train", description: str | None = None) -> TrainConfig:
+def parse(argv: list[str]) -> TrainConfig:
     """Parse a command line. Exits after printing help, or an error for unknown options.
 
-    With --resume, options that are not given are taken from the run of that name; see `saved`.
+    With --resume, options that are not given are taken from the run of that name. Raises ValueError if they cannot be.
     """
-    config = _parse(argv, TrainConfig(), command, description)
+    config = _parse(argv, TrainConfig())
     before = resumed(config)
-    return config if before is None else _parse(argv, before, command, description)
+    return config if before is None else _parse(argv, before)
 
 
 def resumed(config: TrainConfig) -> TrainConfig | None:
-    """The options of the run that `config` resumes; None if it resumes none, or its options cannot be read."""
-    before = saved(config.run.folder)[0] if config.run.resume else None
+    """The options of the run that `config` resumes; None if it resumes none. Raises ValueError as `saved` does."""
+    before = saved(config.run.folder) if config.run.resume else None
     if before is None:
         return None
     run = dataclasses.replace(before.run, name=config.run.name, runs=config.run.runs)  # the folder may be a copy
     return dataclasses.replace(before, run=run)
 
 
-def saved(folder: Path) -> tuple[TrainConfig | None, str]:
-    """(the configuration in a run's folder or None, why its config.json cannot be read or "").
-
-    If config.json cannot be read, the configuration comes from the newest readable checkpoint instead.
-    """
+def saved(folder: Path) -> TrainConfig | None:
+    """The configuration in a run's folder; None without one. Raises ValueError for one that cannot be read."""
     path = folder / CONFIG
     if not path.is_file():
-        return None, ""
+        return None
     try:
-        return _sound(json.loads(path.read_text())), ""
+        config = TrainConfig.from_dict(json.loads(path.read_text()))
+        faults(config, 1, 1)  # reads every value, so that one of a wrong type raises here
+        return config
     except (OSError, ValueError, TypeError, AttributeError) as error:
         why = f"{path} is not the configuration of a run: {error}"
-    for step in reversed(steps_in(folder / CHECKPOINTS)):
-        try:
-            found = _sound(about(path_of(folder / CHECKPOINTS, step))["config"])
-        except (CheckpointError, KeyError, ValueError, TypeError, AttributeError):
-            continue
-        return found, f"{why}; its options are taken from the checkpoint of step {step}"
-    return None, why
+    if steps := steps_in(folder / CHECKPOINTS):
+        why += f'; {path_of(folder / CHECKPOINTS, steps[-1]) / ABOUT} has a copy, as "config"'
+    raise ValueError(why)
 
 
-def saved_faults(folder: Path) -> list[str]:
-    """A message if the configuration in a run's folder cannot be read, not even from a checkpoint."""
-    config, why = saved(folder)
-    return [why] if config is None and why else []
-
-
-def _sound(plain: Mapping[str, Any]) -> TrainConfig:
-    config = TrainConfig.from_dict(plain)
-    faults(config, 1, 1)  # reads every value, so that one of a wrong type raises here
-    return config
-
-
-def _parse(argv: list[str], default: TrainConfig, command: str, description: str | None) -> TrainConfig:
-    made = tyro.cli(
-        tyro.conf.OmitArgPrefixes[TrainConfig], prog=f"fusedtp {command}", description=description, args=argv,
-        default=default,
-    )  # fmt: skip
+def _parse(argv: list[str], default: TrainConfig) -> TrainConfig:
+    made = tyro.cli(tyro.conf.OmitArgPrefixes[TrainConfig], prog="fusedtp train", args=argv, default=default)
     return with_tokenizer(made)
 
 
