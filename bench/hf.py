@@ -21,6 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from fusedtp.environment import version
+
 from . import hf_models, machine
 from .errors import unit
 from .options import Plan, device_of, items, known, parse
@@ -221,7 +223,7 @@ def main(argv: Sequence[str]) -> int:
         console.print(f"fusedtp bench hf: {'; '.join(faults)}")
         return 2
     about = machine.describe_run(device, ["hf", *argv])
-    about |= {"ranks": options.ranks, "transformers": machine.version_of("transformers")}
+    about |= {"ranks": options.ranks, "transformers": version("transformers")}
     path = machine.folder_of(about, options.save) / "hf.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim", soft_wrap=True)

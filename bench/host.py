@@ -30,6 +30,7 @@ import torch.nn.functional as F
 
 import fusedtp
 from fusedtp.comm import device_view
+from fusedtp.environment import version
 from fusedtp.nn import ModelConfig, TokenLayout, TransformerBlock
 from fusedtp.nn.attention import prepared
 from fusedtp.nn.init import init_
@@ -257,7 +258,7 @@ def main(argv: Sequence[str]) -> int:
         print("fusedtp bench host: found no C compiler ($CC, gcc, clang or cc)", file=sys.stderr)
         return 2
     command = shlex.join(["fusedtp", "bench", "host", *argv])
-    about = machine.describe(RANKS, list(argv)) | {"triton": machine.version_of("triton"), "command": command}
+    about = machine.describe(RANKS, list(argv)) | {"triton": version("triton"), "command": command}
     if options.gpu:
         about |= machine.describe_run("cuda", ["host", *argv])
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # of the processes that this one starts

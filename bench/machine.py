@@ -8,13 +8,13 @@ import platform
 import re
 import shlex
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import fusedtp
+from fusedtp.environment import cores, processor, version
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -38,14 +38,6 @@ def _git(*args: str) -> str:
     except (OSError, subprocess.CalledProcessError):
         return ""
     return done.stdout.strip()
-
-
-def _cpu() -> str:
-    try:
-        names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        names = []
-    return names[0].strip() if names else platform.machine()
 
 
 def commit() -> str:
@@ -92,18 +84,11 @@ def describe_run(device: str, argv: list[str]) -> dict[str, Any]:
         "gpus": torch.cuda.device_count() if device == "cuda" else 0,
         "cuda": torch.version.cuda,
         "gpu_state": gpu_state() if device == "cuda" else None,
-        "triton": version_of("triton"),
-        "liger": version_of("liger-kernel"),
+        "triton": version("triton"),
+        "liger": version("liger-kernel"),
         "fusedtp": fusedtp.__version__,
         "command": shlex.join(["fusedtp", "bench", *argv]),
     }
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -122,8 +107,8 @@ def folder_of(about: dict[str, Any], save: bool) -> Path:
 def describe(ranks: int, options: list[str]) -> dict[str, Any]:
     """Describes this machine and its current state."""
     return {
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cpu": processor(),
+        "cores": cores(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "load_before": round(os.getloadavg()[0], 1),
         "ranks": ranks,

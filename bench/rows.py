@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .sample import Spread
 
 FORMAT = "fusedtp-bench-1"
+DERIVED = ("roof_share", "above_roof", "hidden_share", "over_slower", "overhead", "gain")  # properties of a Row
 FAILED = "failed: "  # prefix of the note of a row that should have a time
 
 
@@ -101,35 +102,10 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         rate = self.rate
-        return {
-            "suite": self.suite,
-            "shape": self.shape,
-            "dtype": self.dtype,
-            "engine": self.engine,
-            "world": self.world,
-            "ranks": self.ranks,
-            "seconds": None if self.seconds is None else vars(self.seconds),
-            "flops": self.flops,
-            "moved_bytes": self.moved_bytes,
+        return asdict(self) | {
             "tflops": rate / 1e12 if rate is not None and self.flops is not None else None,
             "gbps": rate / 1e9 if rate is not None and self.flops is None else None,
-            "roof": self.roof,
-            "roof_share": self.roof_share,
-            "above_roof": self.above_roof,
-            "t_comm": self.t_comm,
-            "t_matmul": self.t_matmul,
-            "hidden_share": self.hidden_share,
-            "over_slower": self.over_slower,
-            "t_plain": self.t_plain,
-            "overhead": self.overhead,
-            "t_apart": self.t_apart,
-            "gain": self.gain,
-            "host_seconds": self.host_seconds,
-            "error": self.error,
-            "error_share": self.error_share,
-            "peak_bytes": self.peak_bytes,
-            "figures": dict(self.figures),
-            "note": self.note,
+            **{name: getattr(self, name) for name in DERIVED},
         }
 
     @classmethod

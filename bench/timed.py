@@ -68,6 +68,7 @@ from fusedtp.sim.memory import Memory
 from fusedtp.sim.timed import Engine, Node, Timeline, load_node, machines
 
 from . import machine
+from .shapes import MODELS
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 OPERATIONS = (GATHER, SCATTER, REDUCE)
@@ -253,21 +254,13 @@ def matmul_run(problem: Problem, node: Node) -> Run:
     return Run([[Launch(matmul_kernel, machine.programs, args)]])
 
 
-MODELS: dict[str, tuple[int, int]] = {  # hidden size, intermediate size
-    "llama3-8b": (4096, 14336),
-    "llama3-70b": (8192, 28672),
-    "llama3-405b": (16384, 53248),
-    "qwen3-32b": (5120, 25600),
-}
-
-
 def model_problem(operation: str, shape: str, tokens: int, world_size: int, **options: Any) -> Problem:
     """An MLP's operation: a gather feeds gate and up projection, a reduction follows the down projection.
 
-    shape   a name in MODELS, or "NxK" of one full weight, which is split over ranks
+    shape   a name in shapes.MODELS, or "NxK" of one full weight, which is split over ranks
     """
     if shape in MODELS:
-        hidden, inner = MODELS[shape]
+        hidden, inner = MODELS[shape].hidden, MODELS[shape].intermediate
         n, k, copies = (inner, hidden, 2) if operation == GATHER else (hidden, inner, 1)
     else:
         try:

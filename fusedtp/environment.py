@@ -31,9 +31,9 @@ def environment() -> dict[str, Any]:
     return {
         "fusedtp": fusedtp.__version__,
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version(name) for name in PACKAGES},
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": cores(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "cuda": torch.version.cuda,
@@ -57,7 +57,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
     if name == "torch":
         return str(torch.__version__)  # with its build, +cu130, which the metadata of some wheels leave out
     try:
@@ -66,7 +67,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The model of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
