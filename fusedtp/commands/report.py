@@ -8,22 +8,28 @@ It reads the files written so far, so it works for running, failed and finished 
     saves.jsonl        checkpoints
     incidents.jsonl, hang.json, config.json, versions.json, summary.json
 
-Charts are SVG; colours follow the reader's light or dark colour scheme.
+Charts are SVG by matplotlib; the colours of text and axes follow the reader's light or dark colour scheme.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import tyro
+from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 from fusedtp.commands.results import METRICS, duration, json_lines, pipeline_in_words
 from fusedtp.commands.run import INCIDENTS, PIPELINE, SAVES
@@ -37,168 +43,101 @@ COLOURS = {
     "compute": "#4c78d8", "tp_wait": "#e8a513", "pp_wait": "#f0654f", "dp_wait": "#a463f2", "data": "#3ca951",
     "optimizer": "#45b5a5", "norm": "#c2855f", "other": "#9498a0",
 }  # fmt: skip
-PASSES = {
-    "F": ("forward", "#4c78d8"), "B": ("backward", "#3ca951"), "I": ("backward of inputs", "#45b5a5"),
-    "W": ("backward of weights", "#e8a513"),
+PASSES = {  # all of them are compute, so all are blue
+    "F": ("forward", "#7aa5f5"), "B": ("backward", "#3457b5"), "I": ("backward of inputs", "#2f7fa8"),
+    "W": ("backward of weights", "#8a8fd0"),
 }  # fmt: skip
-MOST_POINTS = 400  # per curve; longer curves are drawn as means, in a band from minimum to maximum
+RUN, VALIDATION = "#1192c8", "#d02670"
+INK = "#818283"  # of text and axes in a drawing; the page's own colour takes its place
+LOOK: Any = {
+    "svg.fonttype": "none", "svg.hashsalt": "fusedtp", "text.parse_math": False, "font.size": 11, "text.color": INK,
+    "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "grid.color": INK,
+    "grid.alpha": 0.3, "grid.linewidth": 0.6, "axes.grid": True, "axes.axisbelow": True, "xtick.bottom": False,
+    "ytick.left": False, "axes.formatter.limits": (-4, 6), "axes.formatter.useoffset": False,
+    **{f"axes.spines.{side}": False for side in ("left", "top", "right")},
+}  # fmt: skip
+NOT_SAID = ("Creator", "Date", "Format", "Type")  # without them a drawing has no metadata, which name a URL
+MOST_POINTS = 2000  # per curve
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
+# -- charts ------------------------------------------------------------------------------------------------------------
 
-
-def short(value: float) -> str:
-    """A number with at most four digits, with k, M, G for thousands."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
-        if abs(value) >= size:
-            scaled = value / (size if unit != "k" else 1e3)
-            return f"{scaled:.4g}{unit}"
-    return f"{value:.4g}"
-
-
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About `count` round numbers in a range."""
-    rough = (high - low) / count
-    if not rough > 1e-300:  # an empty range, or steps too small for a logarithm
-        return [low]
-    size = 10.0 ** math.floor(math.log10(rough))
-    step = next(size * each for each in (1, 2, 2.5, 5, 10) if size * each >= rough * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [step * n for n in range(first, math.floor(high / step + 1e-9) + 1)]
+Points = Sequence[tuple[float, Any]]
 
 
-# -- curves ------------------------------------------------------------------------------------------------------------
+def svg(label: str, width: float, height: float, draw: Callable[[Axes], None], legend: int = 4) -> str:
+    """A drawing of this size in inches. legend: its columns."""
+    with rc_context(LOOK):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        draw(axes := figure.subplots())
+        if axes.get_legend_handles_labels()[1]:
+            figure.legend(loc="outside upper left", ncols=legend, frameon=False, handlelength=1, columnspacing=1)
+        file = StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(NOT_SAID))
+    _, start, rest = file.getvalue().partition("<svg")
+    text = start + re.sub(r' xmlns[:a-z]*="[^"]*"|(?<=<g) id="[^"]*"|<style.*?</style>', "", rest, flags=re.DOTALL)
+    return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1).replace(INK, "currentColor")
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A curve of a chart. name: its name in the legend. dots: draw the points too."""
-
-    name: str
-    points: Sequence[tuple[float, float]]
-    colour: str = COLOURS["compute"]
-    dots: bool = False
-
-
-def chart(title: str, curves: Sequence[Curve], form: Callable[[float], str] = short, zero: bool = False) -> str:
-    """A figure of curves over steps, with a note if there are no points. zero: the y axis starts at 0."""
-    curves = [Curve(c.name, [p for p in c.points if _finite(p[1])], c.colour, c.dots) for c in curves]
-    curves = [curve for curve in curves if curve.points]
-    if not curves:
+def chart(title: str, unit: str, curves: Mapping[str, tuple[Points, Any]], form: Any = None, zero: bool = True) -> str:
+    """A figure of curves over steps, name -> (points, colour); a note if there are no points. zero: y begins at 0."""
+    found = {name: thinned(points) for name, (points, _) in curves.items()}
+    if not any(found.values()):
         return f'<figure><figcaption>{escape(title)}</figcaption><p class="none">nothing measured</p></figure>'
-    width, height, left, right, top, bottom = 480, 220, 62, 12, 10, 28
-    xs = [x for curve in curves for x, _ in curve.points]
-    ys = [y for curve in curves for _, y in curve.points]
-    x0, x1, y0, y1 = min(xs), max(xs), min(ys), max(ys)
-    margin = (y1 - y0) * 0.06 or abs(y1) * 0.1 or 1.0
-    y0, y1 = (0.0 if zero else y0 - margin), y1 + margin
-    span = (x1 - x0) or 1.0
 
-    def at(x: float, y: float) -> tuple[float, float]:
-        return (
-            left + (x - x0) / span * (width - left - right),
-            height - bottom - (y - y0) / (y1 - y0) * (height - top - bottom),
-        )
+    def draw(axes: Axes) -> None:
+        for name, points in found.items():
+            if points:
+                (line,) = axes.plot(*zip(*points), color=curves[name][1], linewidth=1.2, clip_on=False)
+                line.set(label=name or None, marker="o" if len(points) < 20 else "", markersize=3)
+        axes.set(xlabel="step", ylabel=unit)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        if form is not None:
+            axes.yaxis.set_major_formatter(form)
+        if zero:
+            axes.set_ylim(bottom=0)
 
-    parts = []
-    for y in ticks(y0, y1):
-        _, py = at(x0, y)
-        parts.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{py:.1f}" y2="{py:.1f}"/>')
-        parts.append(_text("tick", left - 6, py + 4, "end", form(y)))
-    for x in (x for x in ticks(x0, x1, 5) if x == int(x)):
-        px, _ = at(x, y0)
-        parts.append(_text("tick", px, height - 8, "middle", short(x)))
-    for curve in curves:
-        mean, band = thinned(curve.points)
-        if band:
-            outline = [at(x, low) for x, low, _ in band] + [at(x, high) for x, _, high in reversed(band)]
-            parts.append(f'<polygon points="{_path(outline)}" fill="{curve.colour}" opacity="0.2"/>')
-        places = [at(x, y) for x, y in mean]
-        parts.append(f'<polyline points="{_path(places)}" fill="none" stroke="{curve.colour}" stroke-width="1.8"/>')
-        if curve.dots or len(places) == 1:
-            parts += [
-                f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{curve.colour}">'
-                f"<title>step {x:g}: {escape(form(y))}</title></circle>"
-                for (px, py), (x, y) in zip(places, mean, strict=True)
-            ]
-    names = legend([(curve.name, curve.colour) for curve in curves if curve.name])
-    last = f" <b>{escape(form(curves[0].points[-1][1]))}</b>" if len(curves) == 1 else ""
-    return f"<figure><figcaption>{escape(title)}{last}</figcaption>{_svg(width, height, title, parts)}{names}</figure>"
+    return f"<figure><figcaption>{escape(title)}</figcaption>{svg(title, 6.2, 3, draw)}</figure>"
 
 
-def thinned(
-    points: Sequence[tuple[float, float]],
-) -> tuple[list[tuple[float, float]], list[tuple[float, float, float]]]:
-    """(points, band): the points of a short curve and []; for a long one, means and (x, min, max) of equal parts."""
-    if len(points) <= MOST_POINTS:
-        return list(points), []
-    size = -(-len(points) // MOST_POINTS)
-    parts = [points[i : i + size] for i in range(0, len(points), size)]
-    middle = [part[len(part) // 2][0] for part in parts]
-    mean = [sum(y for _, y in part) / len(part) for part in parts]
-    band = [(x, min(y for _, y in part), max(y for _, y in part)) for x, part in zip(middle, parts, strict=True)]
-    return list(zip(middle, mean, strict=True)), band
-
-
-def legend(names: Sequence[tuple[str, str]]) -> str:
-    if not names:
-        return ""
-    items = [f'<li><i style="background:{colour}"></i>{escape(name)}</li>' for name, colour in names]
-    return f'<ul class="legend">{"".join(items)}</ul>'
-
-
-def _svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
-    inside = "".join(parts)
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">{inside}</svg>'
-
-
-def _text(kind: str, x: float, y: float, anchor: str, text: str) -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _path(points: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+def thinned(points: Points) -> Points:
+    """The finite points, at most MOST_POINTS: of a longer curve the lowest and the highest of each of equal parts."""
+    points = [(x, y) for x, y in points if isinstance(y, (int, float)) and math.isfinite(y)]
+    size = -(-2 * len(points) // MOST_POINTS)
+    parts = [points[i : i + size] for i in range(0, len(points), max(1, size))]
+    kept = {end(part, key=lambda point: point[1]) for part in parts for end in (min, max)}
+    return sorted(kept) if size > 2 else points
 
 
 # -- ranks and pipelines -----------------------------------------------------------------------------------------------
 
 
 def bars(readings: Sequence[Reading], hosts: Sequence[str]) -> str:
-    """A bar per rank: its mean time per step by kind, over all readings."""
-    steps = sum(reading.steps for reading in readings)
-    ranks = readings[-1].ranks
-    table = [
-        {
-            kind: sum(each.mean[kind][rank] * each.steps for each in readings) / steps
-            for kind in KINDS
-            if not math.isnan(readings[-1].mean[kind][rank])
-        }
-        for rank in range(ranks)
-    ]
-    longest = max(sum(row.values()) for row in table) or 1.0
-    used = [kind for kind in KINDS if any(row.get(kind, 0) > 0.002 * longest for row in table)]
-    rows = []
-    for rank, row in enumerate(table):
-        pieces = [
-            f'<span style="width:{100 * row[kind] / longest:.2f}%;background:{COLOURS[kind]}" '
-            f'title="{kind.replace("_", " ")}: {duration(row[kind])}"></span>'
-            for kind in used
-            if row.get(kind)
-        ]
-        host = f" <small>{escape(hosts[rank])}</small>" if rank < len(hosts) else ""
-        total = duration(sum(row.values()))
-        bar = f'<div class="bar">{"".join(pieces)}</div>'
-        rows.append(f'<div class="rank"><label>rank {rank}{host}</label>{bar}<em>{total}</em></div>')
+    """A bar per rank: its mean time per step by kind, over all readings; and a table of them."""
+    steps, ranks = sum(reading.steps for reading in readings), range(readings[-1].ranks)
+    means = {
+        kind: [sum(each.mean[kind][rank] * each.steps for each in readings) / steps for rank in ranks] for kind in KINDS
+    }
+    names = [f"rank {rank}" + (f"\n{hosts[rank]}" if rank < len(hosts) else "") for rank in ranks]
+    whole = [sum(row[rank] for row in means.values() if not math.isnan(row[rank])) for rank in ranks]
+    used = {kind: row for kind, row in means.items() if any(value > 0.002 * max(whole) for value in row)}
+
+    def draw(axes: Axes) -> None:
+        left = [0.0 for _ in ranks]
+        for kind, row in used.items():
+            row = [0.0 if math.isnan(value) else value for value in row]
+            axes.barh(names, row, 0.7, left, color=COLOURS[kind], label=kind.replace("_", " "), clip_on=False)
+            left = [begin + value for begin, value in zip(left, row)]
+        axes.set(xlabel="seconds per step", ylim=(len(ranks) - 0.5, -0.5))
+        axes.grid(axis="y", visible=False)
+
     head = "".join(f"<th>{kind.replace('_', ' ')}" for kind in used)
     cells = [
-        f"<tr><td>{rank}" + "".join(f"<td>{duration(row[kind]) if kind in row else 'not measured'}" for kind in used)
-        for rank, row in enumerate(table)
+        f"<tr><td>{rank}"
+        + "".join(f"<td>{'not measured' if math.isnan(row[rank]) else duration(row[rank])}" for row in used.values())
+        for rank in ranks
     ]
     numbers = f"<details><summary>Numbers</summary>{_table(f'<th>rank{head}', cells)}</details>"
-    return "".join(rows) + legend([(kind.replace("_", " "), COLOURS[kind]) for kind in used]) + numbers
+    return f'<div class="scroll">{svg("time of a step", 12, 1 + 0.5 * len(ranks), draw, len(used))}</div>{numbers}'
 
 
 def waiting(reading: Reading, kind: str) -> float:
@@ -212,35 +151,28 @@ def gantt(recorded: Mapping[str, Any]) -> str:
     actions = recorded["actions"]
     if not actions:
         return '<p class="none">no pass was recorded</p>'
-    ranks = max(int(action[0]) for action in actions) + 1
     begin, end = min(action[4] for action in actions), max(action[5] for action in actions)
-    span = (end - begin) or 1.0
-    width, left, lane, top = 1000, 62, 34, 6
-    height = top + ranks * lane + 24
-    of_rank = {r: sorted({int(a[1]) for a in actions if int(a[0]) == r}) for r in range(ranks)}
-    parts = []
-    for rank in range(ranks):
-        y = top + rank * lane
-        parts.append(f'<rect class="lane" x="{left}" y="{y}" width="{width - left - 8}" height="{lane - 6}"/>')
-        parts.append(_text("tick", left - 8, y + lane / 2 + 1, "end", f"rank {rank}"))
-    scale = (width - left - 8) / span
-    for rank, stage, kind, microbatch, since, until in actions:
-        name, colour = PASSES[kind]
-        x, wide = left + (since - begin) * scale, max(0.8, (until - since) * scale)
-        y = top + int(rank) * lane
-        pale = 1.0 - 0.45 * of_rank[int(rank)].index(int(stage)) / max(1, len(of_rank[int(rank)]) - 1)
-        label = _text("box", x + wide / 2, y + lane / 2 + 1, "middle", str(microbatch)) if wide > 16 else ""
-        told = f"rank {rank}, stage {stage}, {name} of microbatch {microbatch}: {duration(until - since)}"
-        place = f'x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{lane - 6}" rx="2"'
-        parts.append(f'<g><title>{told}</title><rect {place} fill="{colour}" opacity="{pale:.2f}"/>{label}</g>')
-    for tick in ticks(0, span * 1e3, 8):
-        x = left + tick / 1e3 * scale
-        parts.append(_text("tick", x, height - 6, "middle", f"{tick:g}"))
-    kinds = [PASSES[kind] for kind in PASSES if any(action[2] == kind for action in actions)]
+    ranks = max(int(action[0]) for action in actions) + 1
+    of_rank = {rank: sorted({int(a[1]) for a in actions if int(a[0]) == rank}) for rank in range(ranks)}
+
+    ordered = sorted(actions, key=lambda action: action[1])  # the legend has the colours of the first stage
+
+    def draw(axes: Axes) -> None:
+        for kind, (name, colour) in PASSES.items():
+            for n, (rank, stage, _, microbatch, since, until) in enumerate(a for a in ordered if a[2] == kind):
+                pale = 1.0 - 0.45 * of_rank[rank].index(stage) / max(1, len(of_rank[rank]) - 1)
+                x, wide = 1e3 * (since - begin), 1e3 * (until - since)
+                label = None if n else name
+                axes.barh(rank, wide, 0.8, x, color=colour, alpha=pale, label=label, ec="#fff", lw=0.3, clip_on=False)
+                if until - since > 0.015 * (end - begin):
+                    axes.text(x + wide / 2, rank, str(microbatch), color="#fff", ha="center", va="center", size=9)
+        axes.set(xlabel="ms", xlim=(0, 1e3 * (end - begin) or 1), ylim=(ranks - 0.5, -0.5))
+        axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+        axes.grid(axis="y", visible=False)
+
     return (
         f"<p>{escape(pipeline_in_words(recorded))}. Idle ranks wait for others, send and receive. Numbers are "
-        'microbatches, the axis is milliseconds.</p><div class="scroll">'
-        f"{_svg(width, height, 'a step of the pipeline', parts)}</div>" + legend(kinds)
+        f'microbatches.</p><div class="scroll">{svg("a step of the pipeline", 12, 1 + 0.5 * ranks, draw)}</div>'
     )
 
 
@@ -323,12 +255,12 @@ def _tiles(
     if validations:
         found.append(("validation loss", _number(validations[-1])))
     if speeds:
-        found.append(("tokens per second, median", short(speeds[len(speeds) // 2])))
+        found.append(("tokens per second, median", f"{speeds[len(speeds) // 2]:,.0f}"))
         found.append(("time in steps", duration(sum(record["seconds"] for record in steps))))
     if readings:
         found.append(("peak memory of a rank", as_bytes(int(max(readings[-1].memory)))))
     if summary.get("parameters"):
-        found.append(("parameters", short(summary["parameters"])))
+        found.append(("parameters", f"{summary['parameters']:,}"))
     if summary.get("verified") is not None:
         found.append(("equal to one process", "yes" if summary["verified"] else "NO"))
     left_out = sum(record.get("grad_norm") is None for record in steps)
@@ -348,36 +280,31 @@ def _charts(steps: Sequence[Any], records: Sequence[Any], readings: Sequence[Rea
     validation = [(record["step"] + 1, record["val_loss"]) for record in records if "val_loss" in record]
     ranks = readings[-1].ranks if readings else 0
     shown = range(ranks) if ranks <= 8 else ()
-    colours = list(COLOURS.values())
-    waits = [
-        Curve(kind[:2], [(each.step + 1, waiting(each, kind)) for each in readings], COLOURS[kind]) for kind in WAITS
-    ]
-    memory = [
-        Curve(
-            f"rank {rank}",
-            [(each.step + 1, each.memory[rank]) for each in readings],
-            colours[rank % len(colours)],
-        )
+    waits = {kind[:2]: ([(each.step + 1, waiting(each, kind)) for each in readings], COLOURS[kind]) for kind in WAITS}
+    tones = colormaps["viridis"]
+    memory = {
+        f"rank {rank}": ([(each.step + 1, each.memory[rank]) for each in readings], tones(0.1 + 0.75 * rank / ranks))
         for rank in shown
-    ]
+    }
     if ranks > 8:
-        memory = [
-            Curve("most", [(each.step + 1, max(each.memory)) for each in readings]),
-            Curve("least", [(each.step + 1, min(each.memory)) for each in readings], COLOURS["other"]),
-        ]
+        memory = {
+            "most": ([(each.step + 1, max(each.memory)) for each in readings], tones(0.1)),
+            "least": ([(each.step + 1, min(each.memory)) for each in readings], tones(0.7)),
+        }
+    losses = {"training": (of("loss"), RUN), "validation": (validation, VALIDATION)}
     return [
-        chart("Loss", [Curve("training", of("loss")), Curve("validation", validation, COLOURS["pp_wait"], dots=True)]),
-        chart("Tokens per second", [Curve("", of("tokens_per_second"), COLOURS["data"])], zero=True),
-        chart("Learning rate", [Curve("", of("lr"), COLOURS["dp_wait"])], zero=True),
-        chart("Norm of the gradients", [Curve("", of("grad_norm"), COLOURS["tp_wait"])], zero=True),
+        chart("Loss", "nats", losses, zero=False),
+        chart("Speed", "tokens per second", {"": (of("tokens_per_second"), RUN)}, EngFormatter(sep="")),
+        chart("Learning rate", "", {"": (of("lr"), RUN)}),
+        chart("Norm of the gradients", "", {"": (of("grad_norm"), RUN)}),
         chart(
             "Waiting for other ranks",
-            [curve for curve in waits if any(y for _, y in curve.points)],
-            lambda value: f"{value:.0%}",
-            zero=True,
+            "share of a step",
+            {name: curve for name, curve in waits.items() if any(y for _, y in curve[0])},
+            PercentFormatter(1.0),
         ),
-        chart("Peak memory of each rank", memory, lambda value: as_bytes(int(value))),
-    ]  # fmt: skip
+        chart("Peak memory of each rank", "", memory, EngFormatter("B")),
+    ]
 
 
 def _incidents(folder: Path) -> str:
@@ -450,9 +377,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 STYLE = """
-:root{color-scheme:light dark;--ink:#1c2230;--soft:#5d6677;--line:#dfe3ea;--card:#fff;--ground:#f4f6f9;--lane:#edf0f5}
-@media(prefers-color-scheme:dark){:root{--ink:#e6e9ef;--soft:#9aa4b5;--line:#333b4a;--card:#1b212c;--ground:#12161e;
---lane:#262d3a}}
+:root{color-scheme:light dark;--ink:#1c2230;--soft:#5d6677;--line:#dfe3ea;--card:#fff;--ground:#f4f6f9}
+@media(prefers-color-scheme:dark){:root{--ink:#e6e9ef;--soft:#9aa4b5;--line:#333b4a;--card:#1b212c;--ground:#12161e}}
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:1400px;padding:20px;background:var(--ground);color:var(--ink);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
@@ -464,22 +390,13 @@ section{padding:16px;margin:16px 0}section section,section figure{border-color:v
 .tiles span{color:var(--soft);font-size:13px}
 div.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,380px),1fr));gap:14px}
 figure{margin:0;padding:12px}figcaption{font-weight:600;margin-bottom:4px}
-figcaption b{float:right;color:var(--soft);font-weight:500}
-svg{display:block;width:100%;height:auto}svg text.tick{font-size:12px;fill:var(--soft)}
-svg text.box{font-size:12px;fill:#fff}svg .grid{stroke:var(--line)}svg .lane{fill:var(--lane)}
-.legend{list-style:none;display:flex;flex-wrap:wrap;gap:4px 16px;margin:8px 0 0;padding:0;font-size:13px}
-.legend{color:var(--soft)}
-.legend i{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px}
-.rank{display:grid;grid-template-columns:minmax(90px,auto) 1fr 70px;gap:10px;align-items:center;margin:6px 0}
-.rank label small{color:var(--soft);display:block;line-height:1.1;overflow:hidden;text-overflow:ellipsis}
-.rank em{font-style:normal;color:var(--soft);font-size:13px;white-space:nowrap}
-.bar{display:flex;height:24px;border-radius:5px;overflow:hidden;background:var(--lane)}
+svg{display:block;width:100%;height:auto;color:var(--soft)}svg text{font-family:inherit!important}
 .scroll{overflow-x:auto}.scroll svg{min-width:680px}
 table{border-collapse:collapse;width:100%;font-size:14px}th{text-align:left;color:var(--soft);font-weight:500}
 td,th{padding:5px 14px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}tr:last-child td{border-bottom:0}
 td{overflow-wrap:anywhere}td.when{white-space:nowrap;color:var(--soft)}
 details{margin:8px 0}summary{cursor:pointer;color:var(--soft)}.none{color:var(--soft);margin:0}
-@media(max-width:600px){body{padding:10px}section{padding:12px}.rank{grid-template-columns:70px 1fr 56px}}
+@media(max-width:600px){body{padding:10px}section{padding:12px}}
 """
 
 

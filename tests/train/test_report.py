@@ -2,20 +2,19 @@
 
 import json
 import math
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedtp import cli
-from fusedtp.commands.report import MOST_POINTS, Curve, chart, gantt, page, short, thinned, ticks
+from fusedtp.commands.report import MOST_POINTS, chart, page, thinned
 from fusedtp.commands.results import duration
 from fusedtp.train.watch import KINDS, Reading
 
-VOID = {"meta", "line", "rect", "circle", "polyline", "polygon", "i"}
+VOID = {"meta"}
 OPTIONAL_END = {"tr", "td", "th", "thead", "tbody"}
 
 
@@ -102,7 +101,7 @@ def test_a_page_says_what_the_run_wrote_and_loads_nothing(tmp_path, capsys):
     found = Outline(source)
     assert not {"script", "link", "img", "iframe"} & set(found.tags)
     assert not [value for name, value in found.attributes if name in ("src", "href")]
-    assert "http" not in source and "@import" not in source and "url(" not in source
+    assert "http" not in source and "@import" not in source and "url(" not in source.replace("url(#", "")
     for said in (
         "night", "not finished: step 20 of 50", "3.000", "1.100", "2.250", "steps skipped", "rank 1", "box-b",
         "step 3, 1f1b, 2 stages on 2 ranks: 600 ms, idle 50%; its order of passes alone 25%. Idle",
@@ -112,6 +111,7 @@ def test_a_page_says_what_the_run_wrote_and_loads_nothing(tmp_path, capsys):
     assert "<b>it began</b>" in found.text and found.text.count("it began") == 1  # escaped, and shown once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "ranks.jsonl", "pipeline.json", "config.json", "versions.json"])
 def test_what_a_run_has_not_written_is_left_out(tmp_path, missing):
     folder = written(tmp_path / "run")
@@ -155,57 +155,38 @@ def test_times_that_are_not_measured_say_so(tmp_path):
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
-numbers = st.floats(-1e12, 1e12, allow_nan=False)
+values = st.floats(-1e6, 1e6) | st.just(math.nan) | st.just(math.inf) | st.none()
 
 
-@given(numbers, numbers)
-def test_ticks_are_few_and_inside_their_range(a, b):
-    low, high = sorted((a, b))
-    found = ticks(low, high)
-    slack = 1e-6 * (high - low) + 1e-9 * max(abs(low), abs(high))
-    assert 1 <= len(found) <= 9 or high - low <= 1e-6 * max(abs(low), abs(high))
-    assert all(low - slack <= tick <= high + slack for tick in found)
+@pytest.mark.slow
+@settings(max_examples=10)
+@given(st.lists(st.tuples(st.integers(0, 10**6), values), max_size=50), st.booleans())
+def test_every_curve_is_drawn_whatever_its_points(points, zero):
+    source = chart("a < b", "x & y", {"c < d": (points, "red"), "e": (points[:1], "blue")}, zero=zero)
+    found = Outline(source)
+    drawn = any(y is not None and math.isfinite(y) for _, y in points)
+    assert "a < b" in found.text and ("nothing measured" in found.text) == (not drawn) == ("svg" not in found.tags)
+    assert not drawn or ("c < d" in found.text and "x & y" in found.text)
 
 
-@given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(-1e6, 1e6) | st.just(math.nan) | st.none()), max_size=50))
-def test_every_curve_is_drawn_inside_its_picture(points):
-    source = chart("a < b", [Curve("x & y", points), Curve("z", points, dots=True)])
-    Outline(source)
-    for path in re.findall(r'points="([^"]*)"', source):
-        for pair in path.split():
-            x, y = map(float, pair.split(","))
-            assert 0 <= x <= 480 and 0 <= y <= 220
+def test_names_are_escaped_in_drawings_and_taken_literally(tmp_path):
+    folder = written(tmp_path / "<b>night")
+    write_lines(folder / "ranks.jsonl", reading(9) | {"hosts": ["<script>", "a $x^2$ & b"]})
+    source = page(folder)
+    found = Outline(source)
+    assert {"<b>night", "<script>", "a $x^2$ & b"} <= {line.strip() for line in found.text.splitlines()}
+    assert "script" not in found.tags
 
 
-def test_a_long_curve_keeps_its_extremes():
-    points = [(n, float(n % 7)) for n in range(10 * MOST_POINTS + 3)]
+def test_a_long_curve_keeps_its_extremes_and_a_page_stays_small():
+    points = [(n, float(n % 7)) for n in range(5 * MOST_POINTS + 3)]
     points[777] = (777, 99.0)
-    mean, band = thinned(points)
-    assert len(mean) == len(band) <= MOST_POINTS
-    assert max(high for _, _, high in band) == 99 and min(low for _, low, _ in band) == 0
+    kept = thinned(points)
+    assert len(kept) <= MOST_POINTS and kept == sorted(kept) and set(kept) <= set(points)
+    assert max(y for _, y in kept) == 99 and min(y for _, y in kept) == 0
+    assert thinned(points[:MOST_POINTS]) == points[:MOST_POINTS]
+    assert len(chart("a", "b", {"": (points, "red")})) < 80 * MOST_POINTS
 
 
-def test_boxes_of_a_gantt_picture_lie_where_their_times_are():
-    actions = [[r, r, "F", m, 0.1 * (m + r), 0.1 * (m + r) + 0.08] for r in range(3) for m in range(4)]
-    source = gantt({"step": 0, "schedule": "gpipe", "actions": actions})
-    Outline(source)
-    boxes = [
-        tuple(map(float, box)) for box in re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"[^>]*rx', source)
-    ]
-    assert len(boxes) == len(actions)
-    scale = boxes[0][2] / 0.08
-    for (x, y, width), (rank, _, _, _, begin, end) in zip(boxes, actions, strict=True):
-        assert x - boxes[0][0] == pytest.approx(begin * scale, abs=0.2)
-        assert width == pytest.approx((end - begin) * scale, abs=0.2) and x + width <= 1000
-        assert y == boxes[0][1] + 34 * rank
-
-
-def test_numbers_are_short():
-    assert [short(x) for x in (0.000312345, 12.0, 9999, 123456, 2.5e9)] == [
-        "0.0003123",
-        "12",
-        "9999",
-        "123.5k",
-        "2.5G",
-    ]
+def test_times_are_short():
     assert [duration(x) for x in (0.0123, 4.25, 200, 3725)] == ["12 ms", "4.2 s", "3 min 20 s", "1 h 02 min"]
