@@ -5,11 +5,13 @@ Note [main_grad]
 parameter has 16 bits. `.grad` then stays None, and a training loop reads `main_grad` instead:
 
     weight of a linear layer     dw is computed in fp32 and added unrounded, whatever the dtype of the activations:
-                                 column- and row-parallel, replicated, with and without sequence parallelism, under
-                                 autocast
-    any other parameter of a     autograd's gradient is added: for a 16-bit bias, norm or embedding it has been rounded
-    parallel layer               to 16 bits once for each use in a step
+                                 column- and row-parallel, replicated ones of fusedtp.nn, with and without sequence
+                                 parallelism, under autocast
+    any other parameter of a     autograd's gradient is added: for a 16-bit bias, norm or embedding, and the weight of a
+    parallel layer               linear layer that a plan does not split, it has been rounded to 16 bits once for each
+                                 use in a step
     under torch.compile          raises: a compiled graph cannot add to a tensor that is not its input
+    under FSDP2                  ignored: layers see a gathered parameter, which has no such attribute
 
 If every rank holds a weight but multiplies only a part of it, dw is first summed over ranks, in fp32. The operations
 themselves (fusedtp.all_gather_matmul ...) honour main_grad only on their weights; the layers of fusedtp.parallel, and

@@ -77,8 +77,9 @@ def class_of(config: Any) -> Any:
     import transformers
 
     for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
     for auto in HEADS:
         if type(config) in getattr(transformers, auto)._model_mapping:
             return getattr(transformers, auto)

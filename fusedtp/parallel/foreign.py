@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusedtp.comm.draws import Watched
+from fusedtp.ops.main_grad import main_grad_of
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import (
     all_gather_tokens,
@@ -61,7 +62,7 @@ from .layers import (
     draws_in_whole,
     with_reduced_grad,
 )
-from .placement import is_compiled, is_replicated, opened
+from .placement import is_compiled, is_replicated, local, opened
 from .question import Question, precision
 from .siblings import Siblings, in_autocast, project_all
 from .table_rows import Table, as_parameter
@@ -121,7 +122,7 @@ class Columns(ColumnParallel):
     transposed: bool = False
 
     def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        return accumulated(weight).to(dtype).t() if self.transposed else super()._weight(weight, dtype)
+        return super()._weight(turned(weight) if self.transposed else weight, dtype)
 
     def _is_operand(self, parameter: Tensor, x: Tensor) -> bool:
         return not self.transposed and super()._is_operand(parameter, x)
@@ -145,6 +146,14 @@ class Linear(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+
+
+def turned(weight: Any) -> Tensor:
+    """This rank's part of a weight [in, out] as that of nn.Linear, [out, in], with its `main_grad`."""
+    own, main_grad = local(weight).t(), main_grad_of(weight)
+    if main_grad is not None:
+        own.main_grad = local(main_grad).t()  # type: ignore[attr-defined]
+    return own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +318,7 @@ def rows(self: Any, input: Tensor) -> Tensor:
     lead = x.shape[:-1]
     fused = splits(at, lead)
     at.model.count(fused)
-    linear = Linear(accumulated(self.weight).t(), self.bias) if at.transposed else self
+    linear = Linear(turned(self.weight), self.bias) if at.transposed else self
     if not fused:
         return at.summed(x, linear) if lead else at.summed(x[None], linear)[0]
     tokens = tokens_of(at, lead)

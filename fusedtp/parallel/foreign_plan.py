@@ -212,7 +212,7 @@ def foreign_steps(
         faults += [f"{generic(name)}: {fault}" for fault in already_parallel(named[name])]
         faults += [f"{generic(name)}: {fault}" for fault in style.faults(named[name], world_size)]
     faults += _sums_of_wholes(named, styles, world_size) + heads_faults(named, styles)
-    faults += multihead.out_faults(named, styles)
+    faults += multihead.out_faults(named, styles, world_size)
     if not faults:
         faults = sharing_faults(named, styles, world_size, fully_sharded)
     refuse(model, world_size, faults)

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from fusedtp.comm import Communicator
 from fusedtp.ops.tokens import all_reduce_sum, copy_to_group, gather_tokens
 
 from .foreign import Model
-from .foreign_styles import Colwise, Foreign, Rowwise, install
+from .foreign_styles import Foreign, install
 from .layers import ColumnParallel, accumulated
 from .placement import Mesh, Placement
 from .plan import generic, parent_of
@@ -48,12 +48,13 @@ def _runs_torchs(module: Any) -> bool:
     return plain and "forward" not in vars(module)
 
 
-def out_faults(named: Mapping[str, Any], styles: Mapping[str, Foreign]) -> list[str]:
+def out_faults(named: Mapping[str, Any], styles: Mapping[str, Foreign], world_size: int) -> list[str]:
     """Faults: an `out_proj` that the plan splits alone."""
     return [
         f"{generic(name)}: {NEVER_CALLED}"
         for name, style in styles.items()
-        if isinstance(style, Colwise | Rowwise) and _runs_torchs(named.get(parent_of(name)))
+        if _runs_torchs(named.get(parent_of(name)))
+        if any(not isinstance(each, Replicate) for each in style.placements(named[name], world_size).values())
         if not isinstance(styles.get(parent_of(name)), MultiheadAttention)
     ]
 

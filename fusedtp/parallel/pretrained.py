@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -273,7 +274,7 @@ def _cat(tensors: Sequence[Lazy], dim: int = 0) -> Lazy:
     for each in tensors:
         blocks += [(_put(at, dim, first + at[dim]), view) for at, view in each.blocks]
         first += each.shape[dim]
-    return Lazy(blocks, _put(tensors[0].shape, dim, first), tensors[0].dtype)
+    return Lazy(blocks, _put(tensors[0].shape, dim, first), _dtype(tensors))
 
 
 def _stack(tensors: Sequence[Lazy], dim: int = 0) -> Lazy:
@@ -284,7 +285,11 @@ def _stack(tensors: Sequence[Lazy], dim: int = 0) -> Lazy:
         ((*at[:dim], i, *at[dim:]), view.unsqueeze(dim)) for i, each in enumerate(tensors) for at, view in each.blocks
     ]
     shape = tensors[0].shape
-    return Lazy(blocks, (*shape[:dim], len(tensors), *shape[dim:]), tensors[0].dtype)
+    return Lazy(blocks, (*shape[:dim], len(tensors), *shape[dim:]), _dtype(tensors))
+
+
+def _dtype(tensors: Sequence[Lazy]) -> torch.dtype:
+    return reduce(torch.promote_types, (each.dtype for each in tensors))
 
 
 def _chunk(input: Lazy, chunks: int, dim: int = 0) -> list[Lazy]:

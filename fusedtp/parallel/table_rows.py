@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_map
 from fusedtp.ops.rows import split
 from fusedtp.ops.tokens import all_reduce_sum
 
-from .layers import VocabParallel
-from .placement import local
+from .layers import VocabParallel, accumulated
 from .torch_names import name_of
 
 INDEXES = re.compile(r"\.weight\[")
@@ -62,7 +61,7 @@ class Table(Tensor):
         """[H], the same on all ranks; its gradient, which is too, goes to the rank that holds the row. Collective."""
         index = range(self.shape[0])[index]
         begin = sum(split(self.shape[0], self.at.world_size)[: self.at.rank])
-        rows = local(self.weight)
+        rows = accumulated(self.weight)
         mine = begin <= index < begin + rows.shape[0]
         rows = rows if rows.shape[0] else F.pad(rows, (0, 0, 0, 1))
         # every rank's part comes from its rows, so that all graphs are alike

@@ -111,6 +111,25 @@ def test_equals_one_device(features: int, packed: int, up: str, down: str, token
     assert found == [[], []]
 
 
+def unrounded(group: Any, word: str) -> None:
+    """main_grad [in, out] of a 16-bit weight, against x.T @ dy in fp64."""
+    model: Any = nn.Sequential(Conv1D(8, WIDTH).to(torch.bfloat16))
+    fusedtp.parallelize(model, tp_mesh(group), plan={"0": word}, prove=False, sequence_parallel=False)
+    weight = model[0].weight
+    weight.main_grad = torch.zeros_like(weight.to_local(), dtype=torch.float32)
+    x, dy = (normal(37, n, seed=n).to(torch.bfloat16) for n in (WIDTH, 8))
+    y = model(x)
+    (y * (dy if y.shape == dy.shape else dy.chunk(2, 1)[group.rank()])).sum().backward()
+    assert weight.grad is None
+    off = (full(weight.main_grad, weight).double() - x.double().t() @ dy.double()).abs()
+    assert (off <= (37 + 4) * 2.0**-24 * (x.double().abs().t() @ dy.double().abs())).all()
+
+
+@pytest.mark.parametrize("word", ["colwise", "rowwise_split_input"])
+def test_main_grad_gets_what_was_not_rounded(word: str) -> None:
+    world(2).run(unrounded, word)
+
+
 def split(group: Any, model: nn.Module, word: str) -> None:
     fusedtp.parallelize(model, group, plan={"up": word}, prove=False)
 

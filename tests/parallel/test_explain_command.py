@@ -48,7 +48,7 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
         ),
         ("vit", SMALL, [], "ViTModel"),
         ("vit", SMALL, ["ViTForImageClassification"], "ViTForImageClassification"),
-        ("vit", SMALL, ["MyOwnViT"], "ViTModel"),
+        ("vit", SMALL, ["MyOwnViT", "ViTConfig"], "ViTModel"),
     ],
 )
 def test_the_class_is_the_one_that_the_config_names_or_the_first_of_its_type(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusedtp.parallel.pretrained import Lazy, region
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OPERATIONS = ("stack", "cat", "chunk", "transpose", "narrow")
 
 
@@ -34,7 +35,9 @@ def chains(draw: Any) -> tuple[list[Tensor], list[Any]]:
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     count = draw(st.integers(1, 3))
     size = torch.Size(shape).numel()
-    plain = list(torch.arange(float(count * size)).view(count, *shape).unbind())
+    kinds = draw(st.lists(st.sampled_from(DTYPES), min_size=count, max_size=count))
+    whole = torch.arange(float(count * size)).view(count, *shape)  # exact in all of these
+    plain = [x.to(dtype) for x, dtype in zip(whole, kinds, strict=True)]
     unread: list[Any] = [Lazy.of(x) for x in plain]
     for _ in range(draw(st.integers(1, 4))):
         ndim = plain[0].ndim

@@ -314,8 +314,9 @@ def test_computed_weights_and_another_word_for_the_last_layer_are_refused() -> N
 
 
 @pytest.mark.parametrize("word", ["rowwise", "colwise"])
-def test_the_last_layer_alone_is_refused(word: str) -> None:
-    plan = {"attn.out_proj": word, "up": "colwise", "down": "rowwise"}
+@pytest.mark.parametrize("name", ["attn.out_proj", "attn.out_proj.weight"])
+def test_the_last_layer_alone_is_refused(name: str, word: str) -> None:
+    plan = {name: word, "up": "colwise", "down": "rowwise"}
     with pytest.raises(ValueError, match=r"attn\.out_proj: nn\.MultiheadAttention reads its weight and never calls it"):
         VirtualWorld(2).run(lambda group: fusedtp.parallelize(Masked(), group, plan=plan, prove=False))
 

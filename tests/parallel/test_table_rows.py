@@ -38,6 +38,11 @@ def compared(group: Any, length: int) -> None:
     for (name, parameter), other in zip(split.named_parameters(), plain.parameters(), strict=True):
         gradient: Any = parameter.grad
         torch.testing.assert_close(gradient.full_tensor(), other.grad, msg=lambda m, n=name: f"{n}: {m}")
+        parameter.grad, parameter.main_grad = None, torch.zeros_like(parameter)
+    split(ids).square().sum().backward()
+    for (name, parameter), other in zip(split.named_parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is None
+        torch.testing.assert_close(parameter.main_grad.full_tensor(), other.grad, msg=lambda m, n=name: f"{n}: {m}")
     with pytest.raises(IndexError):
         split(ids + 10)
     torch.testing.assert_close(split(ids), want)
