@@ -85,6 +85,33 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def full_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """The full value of a gradient, of which a plain tensor is this rank's part."""
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        value = DTensor.from_local(value, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+    return full(value)
+
+
+def two_backwards(model: Any, x: Tensor, accumulating: Iterable[Any] = ()) -> dict[str, Tensor]:
+    """The output, and the gradients of two backwards, in main_grad for the parameters of these layers."""
+    x = x.clone().requires_grad_()
+    for layer in accumulating:
+        for parameter in layer.parameters():
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            parameter.main_grad = torch.zeros_like(own)
+    for _ in range(2):
+        y = model(x)
+        (y * torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(9))).sum().backward()
+    assert x.grad is not None
+    found = {"output": y.detach(), "gradient of x": x.grad}
+    for name, parameter in model.named_parameters():
+        kept = getattr(parameter, "main_grad", None)
+        assert (parameter.grad is None) == (kept is not None), name
+        found[f"gradient of {name}"] = full_like(parameter.grad if kept is None else kept, parameter)
+    return found
+
+
 def beside(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's part of `got`, and what it should be: for a DTensor its shard and the same shard of `want`.
 

@@ -4,20 +4,18 @@ In float64 with random values; each sum has at most 80 terms, so relative errors
 """
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 import fusedtp
 from fusedtp.comm import VirtualWorld
 from fusedtp.parallel.foreign_styles import features_of, is_linear
 from tests.harness import world
-from tests.parallel.support import tp_mesh
+from tests.parallel.support import full_like, tp_mesh, two_backwards
 
 OFF = 1e-12
 WIDTH, BATCH, LENGTH = 6, 2, 5
@@ -49,34 +47,10 @@ def made(features: int, packed: int) -> Mlp:
     return model
 
 
-def full(value: Tensor, like: Tensor) -> Tensor:
-    """A gradient of a parameter, of which main_grad holds this rank's part."""
-    if isinstance(like, DTensor) and not isinstance(value, DTensor):
-        value = DTensor.from_local(value, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def results(model: Any, accumulating: Iterable[Any] = ()) -> dict[str, Tensor]:
-    """The output, and the gradients of two backwards, in main_grad for the parameters of these layers."""
-    x = normal(BATCH, LENGTH, WIDTH, seed=8).requires_grad_()
-    for layer in accumulating:
-        for parameter in layer.parameters():
-            parameter.main_grad = torch.zeros_like(parameter.to_local())
-    for _ in range(2):
-        y = model(x)
-        (y * normal(*y.shape, seed=9)).sum().backward()
-    assert x.grad is not None
-    found = {"output": y.detach(), "gradient of x": x.grad}
-    for name, parameter in model.named_parameters():
-        kept = getattr(parameter, "main_grad", None)
-        assert (parameter.grad is None) == (kept is not None), name
-        found[name] = full(parameter.grad if kept is None else kept, parameter)
-    return found
-
-
 def compared(group: Any, features: int, packed: int, plan: dict[str, str], tokens: bool) -> list[str]:
     model = made(features, packed)
-    want = results(copy.deepcopy(model))
+    x = normal(BATCH, LENGTH, WIDTH, seed=8)
+    want = two_backwards(copy.deepcopy(model), x)
     faults = []
     for main_grad in (False, True):
         parallel: Any = fusedtp.parallelize(
@@ -85,7 +59,7 @@ def compared(group: Any, features: int, packed: int, plan: dict[str, str], token
         own, whole = parallel.down.weight.to_local().shape, model.down.weight.shape
         assert own[0] in (whole[0] // 2, whole[0] - whole[0] // 2) and own[1] == whole[1]
         layers = [parallel.get_submodule(name) for name, word in plan.items() if word != "replicate"]
-        got = results(parallel, layers if main_grad else ())
+        got = two_backwards(parallel, x, layers if main_grad else ())
         faults += [
             f"{name}, main_grad {main_grad}"
             for name, value in want.items()
@@ -121,7 +95,7 @@ def unrounded(group: Any, word: str) -> None:
     y = model(x)
     (y * (dy if y.shape == dy.shape else dy.chunk(2, 1)[group.rank()])).sum().backward()
     assert weight.grad is None
-    off = (full(weight.main_grad, weight).double() - x.double().t() @ dy.double()).abs()
+    off = (full_like(weight.main_grad, weight).double() - x.double().t() @ dy.double()).abs()
     assert (off <= (37 + 4) * 2.0**-24 * (x.double().abs().t() @ dy.double().abs())).all()
 
 

@@ -23,6 +23,7 @@ import fusedtp
 from fusedtp.comm import VirtualWorld
 from fusedtp.parallel.local_view import view_of
 from tests.harness import world
+from tests.parallel.support import two_backwards
 from tests.sampling import examples
 
 OFF = 1e-12
@@ -98,22 +99,8 @@ def made(*args: Any) -> Model:
 
 
 def results(model: Any, x: Tensor, main_grad: bool) -> dict[str, Tensor]:
-    """The output, and the gradients of two backwards; main_grad: the linear layers' gradients are accumulated there."""
-    x = x.clone().requires_grad_()
-    if main_grad:
-        for parameter in (*model.attn.qkv.parameters(), *model.attn.out.parameters()):
-            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            parameter.main_grad = torch.zeros_like(own)
-    for _ in range(2):
-        y = model(x)
-        (y * normal(*y.shape, seed=9)).sum().backward()
-    assert x.grad is not None
-    found = {"output": y.detach(), "gradient of x": x.grad}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is None or not hasattr(parameter, "main_grad"), name
-        grad = parameter.grad if parameter.grad is not None else parameter.main_grad
-        found[f"gradient of {name}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return found
+    """See two_backwards; main_grad: the linear layers' gradients are accumulated there."""
+    return two_backwards(model, x, (model.attn.qkv, model.attn.out) if main_grad else ())
 
 
 def plan_of(heads: int, few: int, by_config: bool) -> dict[str, str]:
